@@ -1,0 +1,232 @@
+"""The losses of GRPO, SDPO and StableSDPO, as functions of tensors. Nothing here holds state.
+
+GRPO   -min(rho A, clip(rho, 1-eps_low, 1+eps_high) A),  rho = exp(logp_theta - logp_old)
+SDPO   D_beta(student || teacher) per response token, same tokens, teacher under a richer prompt
+Then    loss = sum(weights * per-token loss) / denominator of the WHOLE global batch, divided once.
+
+Legend: B rows, G responses per prompt, T tokens, K kept, V vocabulary; logits are (..., V).
+Two rules hold throughout. Sums, exponentials and logarithms are taken in float32 at least (float64
+stays float64). What a mask excludes is selected out before it reaches an exp, not multiplied by 0
+after: 0 * inf and 0 * nan are nan, in the value and, even behind a torch.where, in the gradient.
+Sources: GRPO arXiv:2402.03300, SDPO arXiv:2601.20802, generalised JSD arXiv:2306.13649 (GKD),
+k3 http://joschu.net/blog/kl-approx.html, the paper arXiv:2607.01763.
+"""
+
+import torch
+from torch import Tensor
+
+
+def _wide(*tensors: Tensor) -> torch.dtype:
+    """float32, or float64 where one of the tensors is float64."""
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def _log_ratio(logprobs: Tensor, old: Tensor, mask: Tensor | None) -> Tensor:
+    """logprobs - old where the mask says so, else 0; both are selected BEFORE the difference."""
+    dtype = _wide(logprobs, old)
+    logprobs, old = logprobs.to(dtype), old.detach().to(dtype)
+    if mask is not None:
+        logprobs, old = (torch.where(mask.bool(), x, torch.zeros_like(x)) for x in (logprobs, old))
+    return logprobs - old
+
+
+# ---- log-probabilities ---------------------------------------------------------------------------
+
+def logprobs_and_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability of each label and entropy of its distribution, in nats.
+
+    logits (..., V), labels (...) long in [0, V) -> (logprobs (...), entropy (...)). The logits at
+    position t-1 predict token t: the caller shifts. The entropy is a diagnostic, without gradient.
+    """
+    log_p = logits.log_softmax(-1, dtype=_wide(logits))                          # (..., V)
+    logprobs = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)                # (...)
+    entropy = torch.special.entr(log_p.detach().exp()).sum(-1)                   # entr(0) = 0
+    return logprobs, entropy
+
+
+# ---- GRPO ----------------------------------------------------------------------------------------
+
+def group_advantages(rewards: Tensor, group_size: int, std: bool = True,
+                     eps: float = 1e-6) -> Tensor:
+    """A_i = (r_i - mean) / (std + eps) within each group of adjacent rows (arXiv:2402.03300, 4.1).
+
+    rewards (N,) -> (N,). The standard deviation has Bessel's correction; std=False leaves the
+    division out. A group whose rewards are all equal has A = 0 exactly: the comparison is exact,
+    since the rounding residue of a mean (0.35 seven times) divided by its own std is not small.
+    So has a group of one. Raises ValueError when N is no multiple of group_size.
+    """
+    if group_size < 1 or rewards.dim() != 1 or len(rewards) % group_size:
+        raise ValueError(f"{tuple(rewards.shape)} rewards do not split into groups of {group_size}")
+    r = rewards.detach().to(_wide(rewards)).view(-1, group_size)                 # (N/G, G)
+    advantages = r - r.mean(1, keepdim=True)
+    if std:
+        variance = advantages.square().sum(1, keepdim=True) / max(group_size - 1, 1)
+        advantages = advantages / (variance.sqrt() + eps)
+    equal = (r == r[:, :1]).all(1, keepdim=True)
+    return torch.where(equal, torch.zeros_like(advantages), advantages).view(-1)
+
+
+def policy_gradient_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor,
+                         eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
+    """-min(rho A, clip(rho, 1-eps_low, 1+eps_high) A) per token; 0, also in gradient, off the mask.
+
+    logprobs, old_logprobs, mask (B, T), advantages (B,) -> (B, T). At rho = 1 the value is -A and
+    its sum over a group about 0, while the gradient -A grad logp is not: a printed loss near 0 says
+    nothing. Rows with A = 0 are excluded like padding (their rho may overflow, and 0 * inf is nan).
+    """
+    a = advantages.detach().unsqueeze(1)                                         # (B, 1)
+    ratio = _log_ratio(logprobs, old_logprobs, mask.bool() & (a != 0)).exp()     # (B, T), 1 off it
+    loss = -torch.min(ratio * a, ratio.clamp(1 - eps_low, 1 + eps_high) * a)
+    return torch.where(mask.bool(), loss, torch.zeros_like(loss))
+
+
+@torch.no_grad()
+def clipped_tokens(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor,
+                   eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
+    """(B, T) bool: tokens whose gradient the clip cut off (diagnostic of policy_gradient_loss)."""
+    log_ratio, a = _log_ratio(logprobs, old_logprobs, mask), advantages.unsqueeze(1)
+    ratio = log_ratio.exp()
+    return mask.bool() & (((a > 0) & (ratio > 1 + eps_high)) | ((a < 0) & (ratio < 1 - eps_low)))
+
+
+def kl_k3(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
+    """k3 = exp(d) - d - 1 >= 0 with d = logp_ref - logp_theta, per token, in nats; 0 off the mask.
+
+    Its VALUE, on samples from theta, estimates KL(theta || ref) without bias. Its GRADIENT does
+    not: differentiated as a loss it is (1 - exp(d)) grad logp_theta, in expectation the gradient of
+    KL(ref || theta). (k1 = -d is worse: its gradient is the score, 0 in expectation.)
+    """
+    d = -_log_ratio(logprobs, ref_logprobs, mask)
+    return torch.expm1(d) - d                  # expm1 keeps the digits of d^2/2 where d is small
+
+
+# ---- SDPO ----------------------------------------------------------------------------------------
+
+def importance_weight(logprobs: Tensor, old_logprobs: Tensor, clip: float = 2.0,
+                      mask: Tensor | None = None) -> Tensor:
+    """min(exp(logp - logp_old), clip) per token, detached; 1 off the mask (SDPO, `--is_clip`, TIS).
+
+    A heuristic in SDPO: D at t depends on y_<t alone, and this weighs it by the ratio of y_t.
+    """
+    return _log_ratio(logprobs, old_logprobs, mask).detach().exp().clamp(max=clip)
+
+
+class _Divergence(torch.autograd.Function):
+    """D_beta of two distributions given as normalised log-probabilities (..., V) -> (...).
+
+    Autograd would keep about ten (..., V) tensors alive; the derivative is short enough to write:
+    dD/dlog p_S = (1-beta) p_S log(p_S/M) (the parts through M cancel), so ONE tensor is kept.
+    It is exact for inputs that sum to 1, as it drops a multiple of p_S, which a softmax absorbs.
+    """
+
+    @staticmethod
+    def forward(ctx, log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
+        gap = log_t - log_s                                  # log(p_T/p_S)
+        if beta == 0:                                        # KL(p_T || p_S)
+            p = log_t.exp()
+            value = torch.where(p > 0, gap.mul_(p), 0).sum(-1)           # 0 log 0 = 0
+            grad = p.neg_()
+        elif beta == 1:                                      # KL(p_S || p_T)
+            p = log_s.exp()
+            grad = torch.where(p > 0, gap.neg_().mul_(p), 0)
+            value = grad.sum(-1)
+        else:
+            # log(M/p_S) = log(1-beta + beta p_T/p_S) = log1p(beta expm1(gap)): exactly 0 when equal
+            # and with all its digits when nearly so. Beyond |gap| = 80 the smaller probability is
+            # below exp(-80), and what the clamp changes is below rounding. -inf - -inf counts as 0.
+            gap.nan_to_num_(nan=0.0).clamp_(-80.0, 80.0)
+            grad = torch.expm1(gap).mul_(beta).log1p_().mul_(log_s.exp()).mul_(-(1 - beta))
+            gap.neg_().expm1_().mul_(1 - beta).log1p_().mul_(log_t.exp())          # p_T log(M/p_T)
+            value = grad.sum(-1) - beta * gap.sum(-1)
+        ctx.save_for_backward(grad if ctx.needs_input_grad[0] else None)
+        return value.clamp(min=0)                            # D >= 0; nan stays nan
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_value: Tensor):
+        return ctx.saved_tensors[0] * grad_value.unsqueeze(-1), None, None
+
+
+def _buckets(logits: Tensor, kept: Tensor, tail: bool) -> Tensor:
+    """Log-probabilities of the kept tokens and of everything else: (..., V) -> (..., K + 1).
+
+    The tail is logsumexp of the logits OUTSIDE the K minus the full normaliser. 1 minus the top-K
+    sum would be rounding noise, or log of 0, and dead in gradient, just where the head is sure.
+    """
+    low = torch.finfo(logits.dtype).min                      # -inf - low = -inf, never nan
+    top = logits.gather(-1, kept)                                                # (..., K)
+    if not tail:
+        return top - top.logsumexp(-1, keepdim=True).clamp(min=low)
+    rest = logits.scatter(-1, kept, low).logsumexp(-1, keepdim=True)             # (..., 1)
+    rest = torch.where(rest > low / 2, rest, -torch.inf)     # empty; all -inf would have grad nan
+    return torch.cat([top, rest], -1) - logits.logsumexp(-1, keepdim=True).clamp(min=low)
+
+
+def generalized_jsd(student_logits: Tensor, teacher_logits: Tensor, beta: float = 0.5,
+                    topk: int = 0, tail: bool = True) -> Tensor:
+    """D_beta = (1-beta) KL(p_S || M) + beta KL(p_T || M),  M = (1-beta) p_S + beta p_T, in nats.
+
+    student_logits, teacher_logits (..., V) -> (...). Gradient through p_S, also inside M; none
+    through p_T. 0 <= D_beta, D_0.5 <= ln 2. A logit of -inf is a probability of 0; for
+    0 < beta < 1 value and gradient are finite whatever the supports. (arXiv:2306.13649, eq. 1)
+
+    beta 0 is KL(p_T || p_S) (forward) and beta 1 KL(p_S || p_T) (reverse), by convention: they are
+    the limits of D_beta/beta and D_beta/(1-beta). D_beta ITSELF tends to 0 at both ends, so the
+    loss jumps there (p_T .9/.1, p_S .5/.5: beta .9 gives .043, beta 1 gives .511) and a beta near
+    an end acts as a smaller learning rate. An end point is inf, as defined, where its first
+    distribution has mass and its second none; at beta 1 the gradient then is not finite either.
+
+    topk=K takes the student's K largest tokens: the rest of both distributions becomes one tail
+    bucket (tail=True) or both are renormalised over the K. 0, or K >= V: full vocabulary, exact.
+    """
+    if student_logits.shape != teacher_logits.shape:
+        raise ValueError(f"logits {tuple(student_logits.shape)} and {tuple(teacher_logits.shape)}")
+    if not 0 <= beta <= 1 or topk < 0:
+        raise ValueError(f"needs 0 <= beta <= 1 and topk >= 0, got beta={beta}, topk={topk}")
+    dtype, teacher_logits = _wide(student_logits, teacher_logits), teacher_logits.detach()
+    if 0 < topk < student_logits.shape[-1]:
+        kept = student_logits.detach().topk(topk, -1).indices                    # (..., K)
+        log_s = _buckets(student_logits.to(dtype), kept, tail)
+        log_t = _buckets(teacher_logits.to(dtype), kept, tail)
+    else:
+        log_s = student_logits.log_softmax(-1, dtype=dtype)                      # (..., V)
+        log_t = teacher_logits.log_softmax(-1, dtype=dtype)
+    return _Divergence.apply(log_s, log_t, beta)
+
+
+# ---- from tokens to a scalar ---------------------------------------------------------------------
+
+def token_mean(values: Tensor, mask: Tensor, total: Tensor | float | None = None) -> Tensor:
+    """Sum of the masked values / total; total = tokens of the GLOBAL batch (default: of this mask).
+
+    values, mask (...) -> scalar. A total of 0 gives 0 with a zero gradient, not 0/0.
+    """
+    mask = mask.bool()
+    values = values.to(_wide(values))
+    total = mask.sum() if total is None else total
+    return torch.where(mask, values, torch.zeros_like(values)).sum() / (total + (total == 0))
+
+
+def aggregate_weights(mask: Tensor, agg: str, dtype: torch.dtype = torch.float32
+                      ) -> tuple[Tensor, float]:
+    """Weights (B, T) and this batch's share of the denominator, for `--agg`.
+
+    loss = sum(weights * per_token) / (sum of the shares over the global batch), which is
+    "token": the mean over all response tokens (weight 1, share = number of tokens), or
+    "seq": the mean of the rows' own means (weight 1/T_i, share = rows with at least one token).
+    """
+    if agg not in ("token", "seq"):
+        raise ValueError(f"agg must be 'token' or 'seq', got {agg!r}")
+    weights = mask.bool().to(dtype)                                              # (B, T)
+    lengths = weights.sum(1, keepdim=True)                                       # (B, 1)
+    if agg == "token":
+        return weights, float(lengths.sum())
+    return weights / lengths.clamp(min=1), float((lengths > 0).sum())
+
+
+def random_keep(length: int, ratio: float, generator: torch.Generator) -> Tensor:
+    """(T,) bool: leaves each token out with probability ratio (`--mask_ratio`); CPU generator."""
+    return torch.rand(length, generator=generator) >= ratio
