@@ -1,0 +1,207 @@
+"""What the domains share: reading rows, and finding the answer in a response.
+
+Rows come from a Hugging Face data set (memory-mapped by `datasets`) or from a local .jsonl file, or
+a folder of them, with the same columns. Whatever is wrong with them is one DataError line that
+says where, what was found and what would be right.
+"""
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType
+
+# short name -> (hub id, config, split, revision). A revision stands here only where it is known;
+# None takes the hub's current one, and whoever needs the exact rows again pins it here.
+SOURCES: dict[str, tuple[str, str | None, str, str | None]] = {
+    "dapo": ("BytedTsinghua-SIA/DAPO-Math-17k", None, "train", None),
+    "dapo_processed": ("open-r1/DAPO-Math-17k-Processed", "all", "train", None),
+    "aime24": ("math-ai/aime24", None, "test", None),
+    "aime25": ("math-ai/aime25", None, "test", None),
+    "math500": ("HuggingFaceH4/MATH-500", None, "test", None),
+    "gsm8k": ("openai/gsm8k", "main", "train", None),
+    "sciknoweval": ("hicai-zju/SciKnowEval", None, "test", None),
+    "gpqa": ("Idavidrein/gpqa", "gpqa_diamond", "train", None),
+    "mmlu_redux": ("edinburgh-dawg/mmlu-redux-2.0", "*", "test", None),
+    "zebra": ("allenai/ZebraLogicBench-private", "mc_mode", "test", None),
+    "zebra_grid": ("allenai/ZebraLogicBench-private", "grid_mode", "test", None),
+    "dolci": ("allenai/Dolci-Think-RL-7B", None, "train", None),
+    # main still has a loading script, which datasets >= 4 refuses; refs/pr/6 is the script-free copy
+    "lcb": ("livecodebench/code_generation_lite", None, "test", "refs/pr/6"),
+    "mbpp": ("google-research-datasets/mbpp", "full", "train", None),
+    "humaneval": ("openai/openai_humaneval", None, "test", None),
+}
+
+
+class DataError(ValueError):
+    """One line: the place (file:line or hub id, split and row), what is wrong, what is right."""
+
+
+def read_rows(source: str, columns: dict | list[dict], split: str | None = None,
+              config: str | None = None, revision: str | None = None) -> Iterator[tuple[str, dict]]:
+    """Yields (place, row) of a short name, a hub id, a .jsonl file (or its URL), or a folder of them.
+
+    columns: {name: type}, with type a Python type, a tuple of types, [type] for a list of it or
+      {key: type} for a dict; a name that ends in "?" may be absent. A list of such dicts offers
+      alternatives; the first row decides which one holds. Hub rows carry no other columns.
+    split, config, revision: of a hub data set, where they differ from SOURCES; config "*" is all of
+      them. A file is one split already and ignores all three.
+    Raises DataError for an unknown source, an empty one, bad JSON, a missing or mistyped column.
+    """
+    alternatives = columns if isinstance(columns, list) else [columns]
+    if Path(source).exists() or source.endswith((".jsonl", ".json")):
+        rows = _file_rows(source)
+    else:
+        rows = _hub_rows(source, alternatives, split, config, revision)
+    chosen = None
+    for place, row in rows:
+        if chosen is None:  # the alternative with the fewest faults explains itself best
+            chosen = min(alternatives, key=lambda columns: len(_faults(row, columns)))
+        faults = _faults(row, chosen)
+        if faults:
+            wanted = ", ".join(f"{name} {_name(kind)}" for name, kind in chosen.items())
+            raise DataError(f"{place}: {faults[0]}; the columns are: {wanted}")
+        yield place, row
+    if chosen is None:
+        raise DataError(f"{source}: no rows; expected one JSON object a line")
+
+
+def _file_rows(source: str) -> Iterator[tuple[str, dict]]:
+    path = Path(source)
+    if source.startswith("https://"):
+        import datasets
+        try:
+            path = Path(datasets.DownloadManager().download(source))  # kept in the data sets' cache
+        except Exception as error:
+            raise DataError(f"{source}: {type(error).__name__}: {error}; a local copy of the file "
+                            "works too") from error
+    elif not path.exists():
+        raise DataError(f"{path}: no such file")
+    for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
+        with open(file, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except ValueError as error:  # bad JSON and bad UTF-8 alike
+                    raise DataError(f"{file}:{number}: not JSON ({error}); expected one object a "
+                                    "line, in UTF-8") from error
+                if not isinstance(row, dict):
+                    raise DataError(f"{file}:{number}: a {type(row).__name__}, expected an object")
+                yield f"{file}:{number}", row
+
+
+def _hub_rows(source, alternatives, split, config, revision) -> Iterator[tuple[str, dict]]:
+    known = SOURCES.get(source) or next((s for s in SOURCES.values() if s[0] == source), None)
+    if known is None and not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+        raise DataError(f"{source}: unknown source; give a .jsonl file, a hub id (owner/name) or "
+                        f"one of {', '.join(SOURCES)}")
+    hub, own_config, own_split, own_revision = known or (source, None, "train", None)
+    split, config, revision = split or own_split, config or own_config, revision or own_revision
+    import datasets  # here, because it takes a second
+    try:
+        configs = (sorted(datasets.get_dataset_config_names(hub, revision=revision))
+                   if config == "*" else [config])
+        parts = [datasets.load_dataset(hub, name, split=split, revision=revision)
+                 for name in configs]
+    except Exception as error:  # offline, gated, renamed: the hub raises many kinds
+        reason = str(error).strip().split("\n")[0]
+        raise DataError(f"{hub} (config {config}, split {split}): {type(error).__name__}: {reason}"
+                        "; a local .jsonl file with the same columns works too") from error
+    for name, part in zip(configs, parts):
+        wanted = {column.rstrip("?") for columns in alternatives for column in columns}
+        part = part.select_columns([column for column in part.column_names if column in wanted])
+        done = 0
+        for batch in part.iter(1000):  # whole batches: ten times faster than row by row
+            for values in zip(*batch.values()):
+                yield f"{hub}[{name or 'default'}/{split}] row {done}", dict(zip(batch, values))
+                done += 1
+
+
+def _faults(row: dict, columns: dict) -> list[str]:
+    """What is wrong with a row, a column at a time, e.g. 'no column "answer"'."""
+    faults = []
+    for name, kind in columns.items():
+        if name.rstrip("?") not in row:
+            if not name.endswith("?"):
+                faults.append(f'no column "{name}" (found: {", ".join(map(str, row))[:200]})')
+        elif not _fits(row[name.rstrip("?")], kind):
+            value = row[name.rstrip("?")]
+            faults.append(f'column "{name.rstrip("?")}" is {type(value).__name__} '
+                          f"{repr(value)[:60]}, expected {_name(kind)}")
+    return faults
+
+
+def _fits(value, kind) -> bool:
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(_fits(item, kind[0]) for item in value)
+    if isinstance(kind, dict):
+        return isinstance(value, dict) and all(k in value and _fits(value[k], v)
+                                               for k, v in kind.items())
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _name(kind) -> str:
+    if isinstance(kind, list):
+        return f"[{_name(kind[0])}, ..]"
+    if isinstance(kind, dict):
+        return "{" + ", ".join(f"{k}: {_name(v)}" for k, v in kind.items()) + "}"
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    return " or ".join("null" if k is NoneType else k.__name__ for k in kinds)
+
+
+# ---- the answer in a response ----------------------------------------------------------------
+
+THINKING = re.compile(r"<(/?)(?:think|reasoning)>")
+
+
+def after_thinking(response: str) -> str | None:
+    """The text after the reasoning: what follows the last closing tag, of either kind.
+
+    CONVENTION (case Q16, M72): only text after the reasoning can be the answer, and reasoning that
+    was opened and never closed leaves none (None). A lone closing tag closes from the start.
+    """
+    tags = list(THINKING.finditer(response))
+    if not tags:
+        return response
+    return response[tags[-1].end():] if tags[-1].group(1) else None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Content of the last complete \boxed{..}, braces balanced, escaped ones not counted; the
+    outermost of nested boxes. None without one. One pass: a collapsed model writes thousands."""
+    stack, found = [], None
+    for brace in re.finditer(r"\\boxed\s*\{|\\.|[{}]", text, re.DOTALL):
+        if brace.group() == "}":
+            start = stack.pop() if stack else None
+            if start is not None:
+                found = text[start:brace.start()]
+        elif brace.group()[-1] == "{" and (brace.group() == "{" or "boxed" in brace.group()):
+            stack.append(brace.end() if "boxed" in brace.group() else None)
+    return found
+
+
+LETTER_ALONE = re.compile(r"[(\[{]?\s*([A-Ja-j])\s*[)\]}]?\s*[.:;,]?")
+LETTER_MARKED = re.compile(r"[(\[]?([A-Ja-j])(?:\s*[)\]]\s*[.:]?|\s*[.:](?=\s)|\s+-(?=\s))\s*\S.*",
+                           re.DOTALL)
+LETTER_WORDS = re.compile(r"(?:([A-J])\s*,|([B-HJ])(?=\s))\s*(?!(?:and|or|nor|&)\b)(.*)", re.DOTALL)
+
+
+def choice_letter(text: str) -> str | None:
+    r"""The option, "A".."J", that the content of an answer tag or box names; None if it is unclear.
+
+    Accepted: the letter alone in any case, brackets, \text{..} or bold (" b", "(C)", "\text{E}");
+    a letter with a label mark and its text ("E: A polygenic .."); a capital letter, a comma or a
+    blank, and words ("D, a safe choice", "B because a car moves"), but for A and I without a mark:
+    an article and a pronoun. Letters inside words or later in the text never count, and two
+    options named ("A or B") are none.
+    """
+    text = re.sub(r"\\(?:text|textbf|mathrm|mathbf|mathbb|boxed)\s*\{([^{}]*)\}", r"\1", text)
+    text = text.replace("$", "").replace("**", "").replace("\\ ", " ").strip()
+    match = LETTER_ALONE.fullmatch(text) or LETTER_MARKED.fullmatch(text)
+    if match:
+        return match.group(1).upper()
+    match = LETTER_WORDS.fullmatch(text)
+    if match and not re.search(r"\b[B-HJ]\b", match.group(3)):
+        return match.group(1) or match.group(2)
+    return None
