@@ -1,0 +1,229 @@
+"""The self-teacher: what it sees that the student does not, and how its weights move.
+
+SDPO's teacher is the same network under a richer prompt: the question, a sibling's successful
+response to it and, where wanted, what the verifier said about the row's own attempt. Its weights
+phi start as the student's and then, after step s = 1, 2, ...
+  frozen            phi stays                                          `--ema 0`, the default
+  EMA               phi <- (1-a) phi + a theta, every step             `--ema a`, an update rate
+  StableSDPO        phi <- (1-g) phi + g theta, when s % k == 0        `--restart_every k`, g = 1
+(arXiv:2601.20802, arXiv:2607.01763; SPEC 3.) Nothing here knows of a tokenizer: encode is passed in.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+THINK_TAGS = (("<think>", "</think>"), ("<reasoning>", "</reasoning>"))
+DEMONSTRATION_HEADING = "Here is a correct solution:"
+FEEDBACK_HEADING = "Feedback on your earlier attempt:"
+CLOSING = "Now solve the original question correctly."
+
+
+# ---- how it moves --------------------------------------------------------------------------------
+
+def matched_mix(ema: float, every: int) -> float:
+    """The restart mix that forgets as much in one step as EMA does in `every`: 1 - (1-ema)^every."""
+    return 1 - (1 - ema) ** every
+
+
+class Teacher:
+    """A float32 copy of the student (float64 stays), in eval mode and without gradient: `.model`.
+
+    Build it from the weights in memory, before the student is wrapped in DDP or sharded (FSDP2
+    refuses deepcopy; shard `.model` alike afterwards: the update is pairwise and elementwise, so
+    every rank averages its own shards). In bf16 the average would not move: a step of a * delta
+    is below half a spacing. With restart_every, ema is not read: it only set a matched mix.
+    """
+
+    def __init__(self, student: nn.Module, ema: float = 0.0, restart_every: int = 0,
+                 restart_mix: float = 1.0):
+        if not (0 <= ema <= 1 and 0 <= restart_mix <= 1 and restart_every >= 0):
+            raise ValueError(f"ema {ema} and restart_mix {restart_mix} must lie in [0, 1], "
+                             f"restart_every {restart_every} must not be negative")
+        self.ema, self.restart_every, self.restart_mix = ema, restart_every, restart_mix
+        self.last_changed = 0                       # step; its age is step - last_changed
+        self.model = copy.deepcopy(student).eval().requires_grad_(False)
+        for tensor in [*self.model.parameters(), *self.model.buffers()]:
+            if tensor.dtype in (torch.bfloat16, torch.float16):
+                tensor.data = tensor.data.float()   # .data keeps ties; .float() narrows float64
+
+    def rate(self, step: int) -> float:
+        """The share of the student that enters after this step (counted from 1)."""
+        if self.restart_every:
+            return self.restart_mix if step % self.restart_every == 0 else 0.0
+        return self.ema
+
+    @torch.no_grad()
+    def update(self, student: nn.Module, step: int) -> None:
+        """Moves `.model` in place towards the student. Call it after every step, skipped or not."""
+        rate = self.rate(step)
+        if rate == 0:
+            return
+        # parameters() yields a tied weight once: at rate 0.1 it moves by 0.1, not by 0.19.
+        for mine, theirs in zip(self.model.parameters(), student.parameters(), strict=True):
+            if rate == 1:
+                mine.copy_(theirs)
+            else:
+                mine.lerp_(theirs.to(mine.dtype), rate)
+        for mine, theirs in zip(self.model.buffers(), student.buffers(), strict=True):
+            mine.copy_(theirs)                      # a counter has no average
+        self.last_changed = step
+
+
+@torch.no_grad()
+def mix_checkpoint(model: nn.Module, checkpoint: nn.Module | Mapping[str, Tensor],
+                   mix: float) -> None:
+    """phi_0 = (1-mix) theta_0 + mix CKPT (`--teacher_init CKPT --teacher_init_mix m`), in place.
+
+    checkpoint: a module or a state dict. Raises ValueError where a name or shape does not match.
+    """
+    if not 0 <= mix <= 1:
+        raise ValueError(f"teacher_init_mix {mix} must lie in [0, 1]")
+    weights = checkpoint.state_dict() if isinstance(checkpoint, nn.Module) else checkpoint
+    for name, mine in model.named_parameters():     # a tied weight once, under its first name
+        if name not in weights or weights[name].shape != mine.shape:
+            have = tuple(weights[name].shape) if name in weights else "missing"
+            raise ValueError(f"teacher_init: {name} is {have}, the model has {tuple(mine.shape)}")
+        mine.lerp_(weights[name].to(mine), mix)
+
+
+# ---- what it sees --------------------------------------------------------------------------------
+
+def pick_demonstrations(rewards: Tensor, group_size: int, threshold: float,
+                        generator: torch.Generator) -> list[int | None]:
+    """For each of the N rows another successful row of its group, drawn at random, or None.
+
+    rewards (N,), rows of a group adjacent -> N indices into the rows. Random, since the first
+    success would be copied into every sibling's prompt. One uniform number per row is drawn
+    whatever the rewards, so a row's choice does not depend on other groups.
+    """
+    if rewards.dim() != 1 or len(rewards) % group_size:
+        raise ValueError(f"{tuple(rewards.shape)} rewards do not split into groups of {group_size}")
+    success = (rewards >= threshold).tolist()
+    uniform = torch.rand(len(success), generator=generator, dtype=torch.float64).tolist()
+    picks: list[int | None] = []
+    for i, u in enumerate(uniform):
+        start = i - i % group_size
+        others = [j for j in range(start, start + group_size) if success[j] and j != i]
+        picks.append(others[int(u * len(others))] if others else None)
+    return picks
+
+
+def teacher_messages(messages: list[dict], demonstration: str | None = None,
+                     feedback: str | None = None) -> list[dict]:
+    """The chat with its last user message extended: question, demonstration, feedback, one request.
+
+    Returns a new list; with neither text (or only white space) the messages as they are. Joined,
+    never formatted: LaTeX and code are full of braces. Raises ValueError without a user message.
+    """
+    out, extra = [dict(message) for message in messages], []
+    for heading, text in ((DEMONSTRATION_HEADING, demonstration), (FEEDBACK_HEADING, feedback)):
+        if text and text.strip():
+            extra += [heading, text]
+    if extra:
+        last = max((i for i, m in enumerate(out) if m["role"] == "user"), default=None)
+        if last is None:
+            raise ValueError("the messages hold no user message to add a demonstration to")
+        out[last]["content"] = "\n\n".join([out[last]["content"], *extra, CLOSING])
+    return out
+
+
+def teacher_prompt_ids(encode: Callable[[list[dict]], list[int]], messages: list[dict],
+                       demonstration: str | None, feedback: str | None,
+                       limit: int) -> tuple[list[int], bool]:
+    """(token ids of the teacher's prompt, whether it was cut to `limit` tokens).
+
+    A cut on the left would drop the question, one on the right the assistant header; so the END of
+    the demonstration goes, then, if none of it fits, the end of the feedback. Raises ValueError
+    when the question itself leaves no room for either.
+    """
+    texts = [(demonstration or "").strip(), (feedback or "").strip()]
+    ids = encode(teacher_messages(messages, *texts))
+    if len(ids) <= limit:
+        return ids, False
+    for k, whole in enumerate(list(texts)):
+        fits, high, best = 0, len(whole), None      # of `whole`, `high` characters do not fit
+        while high - fits > 1:
+            texts[k] = whole[:(fits + high) // 2]
+            ids = encode(teacher_messages(messages, *texts))
+            if len(ids) <= limit:
+                fits, best = len(texts[k]), ids
+            else:
+                high = len(texts[k])
+        if best is not None:
+            return best, True
+        texts[k] = ""
+        ids = encode(teacher_messages(messages, *texts))
+        if len(ids) <= limit and any(texts):
+            return ids, True
+    raise ValueError(f"the question takes {len(ids)} tokens, the limit of a teacher prompt "
+                     f"(--max_teacher_prompt) is {limit}: no demonstration or feedback fits")
+
+
+# ---- thinking ------------------------------------------------------------------------------------
+
+def opens_thinking(prompt: str, tags: tuple[str, str]) -> bool:
+    """Whether a generation prompt (as text) itself opens the reasoning that the response closes."""
+    return prompt.rstrip().endswith(tags[0])
+
+
+def _inside(text: str, tags: tuple[str, str], opened: bool) -> bytearray:
+    """1 for each character of reasoning, tags included; one entry more than text, for its end.
+
+    A closing tag without an opening one counts from the start (its opening was in the prompt, or
+    was lost); an unclosed one leaves nothing: it is all reasoning, however much came before.
+    """
+    inside, start = bytearray(len(text) + 1), 0 if opened else None
+    for tag in re.finditer("|".join(map(re.escape, tags)), text):
+        if tag.group() == tags[1]:
+            start = start or 0                      # also a lone one
+            inside[start:tag.end()] = b"\1" * (tag.end() - start)
+            start = None
+        elif start is None:
+            start = tag.start()
+    return inside if start is None else bytearray(b"\1" * len(inside))
+
+
+def strip_thinking(text: str, tags: tuple[str, str] | None = None, opened: bool = False) -> str:
+    """The text without its reasoning, stripped; "" where nothing is left. Default: any known tags."""
+    pairs = THINK_TAGS if tags is None else (tags,)
+    for pair in pairs:
+        inside = _inside(text, pair, opened and pair is pairs[0])
+        text = "".join(c for c, hidden in zip(text, inside, strict=False) if not hidden)
+    return text.strip()
+
+
+def think_mask(token_texts: list[str], tags: tuple[str, str], opened: bool = False) -> list[bool]:
+    """True for the tokens to keep: those that touch no character of reasoning or of its tags.
+
+    token_texts: each token decoded alone, in order (an EOS may be ""); a token that straddles a
+    tag's edge is left out. opened: the generation prompt opened the block (opens_thinking).
+    """
+    inside, keep, start = _inside("".join(token_texts), tags, opened), [], 0
+    for piece in token_texts:
+        keep.append(not any(inside[start:start + max(len(piece), 1)]))
+        start += len(piece)
+    return keep
+
+
+def response_for_demo(text: str, tags: tuple[str, str], keep_thinking: bool = False,
+                      opened: bool = False, special: Iterable[str] = ()) -> str | None:
+    """A response as a demonstration, or None where nothing is left of it.
+
+    Reasoning is removed unless keep_thinking (`--demo_cot`; a block opened by the prompt then gets
+    its opening tag back). special: the tokenizer's special tokens, as text: a response that spells
+    one out would end the user's turn early. Removed until none is left, as removing may join one.
+    """
+    special = [token for token in special if token]
+    while any(token in text for token in special):
+        for token in special:
+            text = text.replace(token, "")
+    if not keep_thinking:
+        return strip_thinking(text, tags, opened) or None
+    text = text.strip()
+    if text and opened and not text.startswith(tags[0]):
+        text = f"{tags[0]}\n{text}"
+    return text or None
