@@ -119,7 +119,7 @@ class _Divergence(torch.autograd.Function):
 
     Autograd would keep about ten (..., V) tensors alive; the derivative is short enough to write:
     dD/dlog p_S = (1-beta) p_S log(p_S/M) (the parts through M cancel), so ONE tensor is kept.
-    It is exact for inputs that sum to 1, as it drops a multiple of p_S, which a softmax absorbs.
+    Multiples of p_S are dropped or added freely: the softmax before it absorbs them.
     """
 
     @staticmethod
@@ -128,7 +128,7 @@ class _Divergence(torch.autograd.Function):
         if beta == 0:                                        # KL(p_T || p_S)
             p = log_t.exp()
             value = torch.where(p > 0, gap.mul_(p), 0).sum(-1)           # 0 log 0 = 0
-            grad = p.neg_()
+            grad = log_s.exp().sub_(p)                       # 0 when equal; see above for the p_S
         elif beta == 1:                                      # KL(p_S || p_T)
             p = log_s.exp()
             grad = torch.where(p > 0, gap.neg_().mul_(p), 0)
