@@ -35,12 +35,17 @@ def _log_ratio(logprobs: Tensor, old: Tensor, mask: Tensor | None) -> Tensor:
 
 # ---- log-probabilities ---------------------------------------------------------------------------
 
-def logprobs_and_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label and entropy of its distribution, in nats.
+def token_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
+    """log p(label), nats: logits (..., V), labels (...) long in [0, V) -> (...).
 
-    logits (..., V), labels (...) long in [0, V) -> (logprobs (...), entropy (...)). The logits at
-    position t-1 predict token t: the caller shifts. The entropy is a diagnostic, without gradient.
+    The logits at position t-1 predict token t: the caller shifts, and divides by a temperature.
     """
+    log_p = logits.log_softmax(-1, dtype=_wide(logits))                          # (..., V)
+    return log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)                    # (...)
+
+
+def logprobs_and_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(token_logprobs, entropy of the distribution), each (...), nats. No gradient in the entropy."""
     log_p = logits.log_softmax(-1, dtype=_wide(logits))                          # (..., V)
     logprobs = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)                # (...)
     entropy = torch.special.entr(log_p.detach().exp()).sum(-1)                   # entr(0) = 0

@@ -50,6 +50,11 @@ class Teacher:
             if tensor.dtype in (torch.bfloat16, torch.float16):
                 tensor.data = tensor.data.float()   # .data keeps ties; .float() narrows float64
 
+    @property
+    def frozen(self) -> bool:
+        """Whether it never moves: phi is the model at the start of the run or stage."""
+        return not (self.restart_mix if self.restart_every else self.ema)
+
     def rate(self, step: int) -> float:
         """The share of the student that enters after this step (counted from 1)."""
         if self.restart_every:
@@ -102,7 +107,7 @@ def pick_demonstrations(rewards: Tensor, group_size: int, threshold: float,
     """
     if rewards.dim() != 1 or len(rewards) % group_size:
         raise ValueError(f"{tuple(rewards.shape)} rewards do not split into groups of {group_size}")
-    success = (rewards >= threshold).tolist()
+    success = (rewards >= threshold).tolist()       # nan is no success
     uniform = torch.rand(len(success), generator=generator, dtype=torch.float64).tolist()
     picks: list[int | None] = []
     for i, u in enumerate(uniform):
