@@ -25,7 +25,7 @@ SOURCES: dict[str, tuple[str, str | None, str, str | None]] = {
     "zebra": ("allenai/ZebraLogicBench-private", "mc_mode", "test", None),
     "zebra_grid": ("allenai/ZebraLogicBench-private", "grid_mode", "test", None),
     "dolci": ("allenai/Dolci-Think-RL-7B", None, "train", None),
-    # main still has a loading script, which datasets >= 4 refuses; refs/pr/6 is the script-free copy
+    # main has a loading script, which datasets >= 4 refuses; refs/pr/6 is the copy without
     "lcb": ("livecodebench/code_generation_lite", None, "test", "refs/pr/6"),
     "mbpp": ("google-research-datasets/mbpp", "full", "train", None),
     "humaneval": ("openai/openai_humaneval", None, "test", None),
@@ -38,7 +38,7 @@ class DataError(ValueError):
 
 def read_rows(source: str, columns: dict | list[dict], split: str | None = None,
               config: str | None = None, revision: str | None = None) -> Iterator[tuple[str, dict]]:
-    """Yields (place, row) of a short name, a hub id, a .jsonl file (or its URL), or a folder of them.
+    """Yields (place, row) of a short name, a hub id, a .jsonl file or URL, or a folder of files.
 
     columns: {name: type}, with type a Python type, a tuple of types, [type] for a list of it or
       {key: type} for a dict; a name that ends in "?" may be absent. A list of such dicts offers
@@ -150,6 +150,10 @@ def _name(kind) -> str:
     return " or ".join("null" if k is NoneType else k.__name__ for k in kinds)
 
 
+# The last sentence of every mathematics and boxed multiple-choice prompt of the paper's recipe.
+BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
 # ---- the answer in a response ----------------------------------------------------------------
 
 THINKING = re.compile(r"<(/?)(?:think|reasoning)>")
@@ -205,3 +209,26 @@ def choice_letter(text: str) -> str | None:
     if match and not re.search(r"\b[B-HJ]\b", match.group(3)):
         return match.group(1) or match.group(2)
     return None
+
+
+def choice_row(question: str, options: list[str], right: int, name, place: str) -> dict:
+    """A multiple-choice row with a boxed letter: "A. text" lines and the recipe's last sentence."""
+    if not 2 <= len(options) <= 10 or not 0 <= right < len(options):
+        raise DataError(f"{place}: {len(options)} options with number {right} right, expected 2 to "
+                        "10 options and a number among them, from 0")
+    lines = "\n".join(f"{letter}. {text}" for letter, text in zip("ABCDEFGHIJ", options))
+    return {"messages": [{"role": "user", "content": f"{question}\n{lines}{BOXED}"}],
+            "answer": "ABCDEFGHIJ"[right], "id": str(name)}
+
+
+def score_boxed_letter(response: str, answer: str) -> tuple[float, str]:
+    text = after_thinking(response)
+    if text is None:
+        return 0.0, "The reasoning was never closed, so there is no answer after it."
+    box = last_boxed(text)
+    if box is None:
+        return 0.0, "There is no complete \\boxed{..} in the answer."
+    letter = choice_letter(box)
+    if letter is None:
+        return 0.0, "The box does not hold just the letter of one option."
+    return (1.0, "") if letter == answer else (0.0, "The chosen option is wrong.")

@@ -52,7 +52,9 @@ def load(source: str, split: str = "train", limit: int | None = None, seed: int 
     """
     if source == "tiny":
         return tiny(split, limit, seed)
-    path, _, domain = source.partition(":") if source.startswith("sciknoweval:") else (source, "", "")
+    path, domain = source, "chemistry"
+    if source.startswith("sciknoweval:"):
+        path, domain = source.split(":")
     rows, pool = [], []
     for place, row in hub.read_rows(path, [HUB, SDPO], split="test"):
         if "system" in row:
@@ -60,7 +62,7 @@ def load(source: str, split: str = "train", limit: int | None = None, seed: int 
                              place))
         elif row["details"]["level"] == "L3" and row["type"].startswith("mcq-"):
             pool.append((place, row))
-    return (rows or _split(pool, (domain or "chemistry").capitalize(), split, path))[:limit]
+    return (rows or _split(pool, domain.capitalize(), split, path))[:limit]
 
 
 def _split(pool: list[tuple[str, dict]], domain: str, split: str, source: str) -> list[dict]:
@@ -84,7 +86,7 @@ def _split(pool: list[tuple[str, dict]], domain: str, split: str, source: str) -
         for i in order.train_test_split(0.1, seed=42)[split]["i"]:
             place, row = part[i]
             choices = row["choices"]
-            # zip: one Material row has five texts and four labels; the authors' prompt drops the fifth
+            # zip: a Material row has five texts and four labels; the authors drop the fifth, too
             options = "\n".join(f"{label}: {text}" for label, text
                                 in zip(choices["label"], choices["text"]))
             rows.append(_row(SYSTEM, f"{row['question']}\n\n{options}\nPlease reason step by step.",

@@ -1,0 +1,52 @@
+r"""Knowledge, evaluated and never trained on: MMLU-Redux 2.0 and GPQA diamond, boxed letters.
+
+MMLU-Redux: the 5,330 of its 5,700 rows whose error_type is "ok". GPQA: 198 rows, gated; its right
+answer stands in a column of its own, so the options are shuffled, with random.Random(row number)
+as in the paper's data recipe. The authors' GPQA scorer takes the last A-D of the upper-cased text,
+in which the article "a" is an A; ours reads the last \boxed{..} after the reasoning.
+"""
+import random
+from types import NoneType
+
+from data import hub
+
+TRAIN = None
+THINK_TAGS = ("<think>", "</think>")
+
+MMLU = {"question": str, "choices": [str], "answer": int, "error_type": (str, NoneType)}
+GPQA = {"Question": str, "Correct Answer": str, "Incorrect Answer 1": str,
+        "Incorrect Answer 2": str, "Incorrect Answer 3": str, "Record ID?": (str, NoneType)}
+OK_ROWS = 5330
+
+
+def load(source: str, split: str | None = None, limit: int | None = None,
+         seed: int = 0) -> list[dict]:
+    """Rows of "tiny", "mmlu_redux", "gpqa", their hub ids, a .jsonl with the columns of either, or
+    a folder of them (one a subject). split: the hub's (MMLU-Redux test, GPQA train; default)."""
+    if source == "tiny":
+        return tiny(split, limit, seed)
+    rows = []
+    for number, (place, row) in enumerate(hub.read_rows(source, [MMLU, GPQA], split)):
+        if "Question" in row:
+            options = [row["Correct Answer"]] + [row[f"Incorrect Answer {i}"] for i in (1, 2, 3)]
+            order = list(range(4))
+            random.Random(number).shuffle(order)
+            right, options = order.index(0), [options[i].strip() for i in order]
+            rows.append(hub.choice_row(row["Question"].strip(), options, right,
+                                       row.get("Record ID") or place, place))
+        elif row["error_type"] == "ok":
+            rows.append(hub.choice_row(row["question"], row["choices"], row["answer"], place,
+                                       place))
+    if source in ("mmlu_redux", hub.SOURCES["mmlu_redux"][0]) and len(rows) != OK_ROWS:
+        raise hub.DataError(f"{source}: {len(rows)} rows with error_type ok, expected {OK_ROWS}")
+    return rows[:limit]
+
+
+def score(response: str, answer: str) -> tuple[float, str]:
+    r"""1.0 if the last \boxed{..} after the reasoning names the option, else 0.0."""
+    return hub.score_boxed_letter(response, answer)
+
+
+def render(answer: str) -> str:
+    """A perfect response."""
+    return f"The right option is {answer}. The answer is \\boxed{{{answer}}}."

@@ -1,0 +1,99 @@
+r"""Logic, evaluated and never trained on: ZebraLogic, as multiple choice or as a whole grid.
+
+"zebra" is the paper's use: the first 500 rows of mc_mode, letters, a boxed answer. (They are no
+random sample: several questions share a puzzle. The hub id gives all 3,259.) "zebra_grid" asks
+for the grid as JSON, as ZeroEval does; the reward is puzzle accuracy: every cell right. The public
+sets hide their answers; the gated ...-private ones have them.
+"""
+import json
+import re
+from types import NoneType
+
+from data import hub
+
+TRAIN = None
+THINK_TAGS = ("<think>", "</think>")
+
+CHOICE = {"puzzle": str, "question": str, "choices": [str], "answer?": (str, NoneType), "id?": str}
+GRID = {"puzzle": str, "solution": {"header": [str], "rows": [[str]]}, "id?": str}
+PAPER_ROWS = 500
+
+GRID_PROMPT = """{puzzle}
+
+Find the value of every cell of the grid. Reason step by step, then give the solution as one JSON \
+object, the last one of your answer, in this format:
+
+{template}"""
+
+
+def load(source: str, split: str | None = None, limit: int | None = None,
+         seed: int = 0) -> list[dict]:
+    """Rows of "tiny", "zebra", "zebra_grid", a hub id, or a .jsonl with either set's columns."""
+    if source == "tiny":
+        return tiny(split, limit, seed)
+    rows = []
+    for place, row in hub.read_rows(source, [CHOICE, GRID], split):
+        if source == "zebra" and len(rows) == PAPER_ROWS:
+            break
+        if "choices" in row:
+            if row.get("answer") not in row["choices"]:
+                raise hub.DataError(f"{place}: answer {row.get('answer')!r} is none of the choices"
+                                    "; the public set has no answers, the -private one (gated) has")
+            rows.append(hub.choice_row(f"{row['puzzle']}\n\n{row['question']}", row["choices"],
+                                       row["choices"].index(row["answer"]),
+                                       row.get("id", place), place))
+        else:
+            rows.append(_grid_row(row, place))
+    return rows[:limit]
+
+
+def _grid_row(row: dict, place: str) -> dict:
+    header, cells = row["solution"]["header"], row["solution"]["rows"]
+    if not cells or any(len(line) != len(header) for line in cells):
+        raise hub.DataError(f"{place}: a solution row does not have the {len(header)} cells of "
+                            "the header")
+    if any("___" in line for line in cells):
+        raise hub.DataError(f"{place}: the solution is masked (___); the public set has no answers,"
+                            " the -private one (gated) has")
+    answer = {f"House {line[0]}": dict(zip(header[1:], line[1:])) for line in cells}
+    template = {"reasoning": "___", "solution": {house: dict.fromkeys(line, "___")
+                                                 for house, line in answer.items()}}
+    prompt = GRID_PROMPT.format(puzzle=row["puzzle"].strip(),
+                                template=json.dumps(template, indent=4))
+    return {"messages": [{"role": "user", "content": prompt}], "answer": answer,
+            "id": str(row.get("id", place))}
+
+
+def score(response: str, answer: str | dict) -> tuple[float, str]:
+    """1.0 if the boxed letter, or every cell of the last JSON object, is right, else 0.0."""
+    if not isinstance(answer, dict):
+        return hub.score_boxed_letter(response, answer)
+    text = hub.after_thinking(response)
+    if text is None:
+        return 0.0, "The reasoning was never closed, so there is no answer after it."
+    found = _last_json(text)
+    if found is None:
+        return 0.0, "There is no complete JSON object in the answer."
+    grid = found.get("solution", found)
+    if not isinstance(grid, dict) or not all(isinstance(grid.get(house), dict) for house in answer):
+        return 0.0, "The JSON object does not hold every house of the template."
+    wrong = sum(str(grid[house].get(name, "")).strip().lower() != str(value).strip().lower()
+                for house, line in answer.items() for name, value in line.items())
+    return (1.0, "") if not wrong else (0.0, f"{wrong} cells of the grid are wrong or missing.")
+
+
+def _last_json(text: str) -> dict | None:
+    decoder, at, found = json.JSONDecoder(), 0, None
+    while start := re.compile(r'\{\s*"').search(text, at):
+        try:
+            found, at = decoder.raw_decode(text, start.start())
+        except (ValueError, RecursionError):  # unfinished, or nested past Python's limit
+            at = start.start() + 1
+    return found
+
+
+def render(answer: str | dict) -> str:
+    """A perfect response."""
+    if isinstance(answer, dict):
+        return json.dumps({"reasoning": "By the clues.", "solution": answer}, ensure_ascii=False)
+    return f"By the clues it is {answer}. The answer is \\boxed{{{answer}}}."
