@@ -1,0 +1,197 @@
+"""Checkpoints: ordinary Hugging Face folders, plus what a run needs to go on as if it never stopped.
+
+  ckpt-000050/                config, safetensors, tokenizer: transformers and vLLM load it as it is
+  ckpt-000050/trainer/        optimizer.safetensors, teacher.safetensors, state.json
+  ckpt-000050/manifest.json   size and SHA-256 of every file
+
+All that is random in a run is keyed on (seed, step, row), so the step is the whole state of samples,
+data order, demonstrations and masks. A checkpoint is written aside, flushed to disk and renamed: a
+folder that bears the final name is whole, and a kill leaves the older ones as they were. Nothing is
+pickled.
+"""
+import hashlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import packing
+from common import ROOT, fail, rank
+
+
+def load_model(name, dtype=torch.float32):
+    """(model, tokenizer) of a hub id, a Hugging Face folder, a .gguf file, or "tiny", on the CPU.
+
+    Dropout is set to 0: with it, sampler and trainer would be two policies. Exits with 2 where there
+    is no such model. Code that comes with a model is never run.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+    logging.disable_progress_bar()
+    path, gguf = str(ROOT / "data" / "tiny_model") if name == "tiny" else str(name), {}
+    if path.endswith(".gguf"):
+        path, gguf = str(Path(path).parent), {"gguf_file": Path(path).name}
+    try:
+        config = AutoConfig.from_pretrained(path, **gguf)
+        for key, value in config.to_dict().items():
+            if key.endswith(("dropout", "pdrop")) and isinstance(value, float):
+                setattr(config, key, 0.0)
+        tokenizer = AutoTokenizer.from_pretrained(path, **gguf)
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, **gguf)
+    except (OSError, ValueError) as error:
+        fail(f"--model {name}: {str(error).strip().splitlines()[0]}")
+    if gguf:  # de-quantised, but it refuses to be saved: move the weights into a model that does not
+        weights, generation = model.state_dict(), model.generation_config
+        del config.quantization_config
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model.load_state_dict(weights)
+        model.generation_config = generation
+    note = packing.probe(model.eval())
+    if note and rank() == 0:
+        print(note, file=sys.stderr)
+    return model, tokenizer
+
+
+# ---- write ---------------------------------------------------------------------------------------
+
+def save(args, step, model, tokenizer, optimizer, teacher, state):
+    """Write args.out/ckpt-{step}; every rank calls it. `state` holds JSON values that resume returns.
+    The newest args.keep of the trainer/ folders stay, and that of state["best_step"]."""
+    out = Path(args.out)
+    folder, aside = out / f"ckpt-{step:06d}", out / f".ckpt-{step:06d}.part"
+    weights = {name: whole(tensor) for name, tensor in model.state_dict().items()}
+    moments = {name: whole(tensor) for name, tensor in _moments(model, optimizer).items()}
+    moved = teacher is not None and teacher.last_changed > 0  # else it is still that of the start
+    average = {name: whole(tensor) for name, tensor in _kept(teacher.model).items()} if moved else {}
+    if rank() == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        (aside / "trainer").mkdir(parents=True)
+        model.save_pretrained(aside, state_dict=weights)
+        tokenizer.save_pretrained(aside)
+        save_file(moments, aside / "trainer" / "optimizer.safetensors")
+        save_file(average, aside / "trainer" / "teacher.safetensors")
+        state = {**state, "step": step, "teacher_changed": teacher.last_changed if moved else 0}
+        (aside / "trainer" / "state.json").write_text(json.dumps(state))
+        files = sorted(path for path in aside.rglob("*") if path.is_file())
+        manifest = {str(p.relative_to(aside)): [p.stat().st_size, _sha256(p)] for p in files}
+        (aside / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        for path in (*files, aside / "manifest.json", aside / "trainer", aside):
+            _flush(path)
+        if folder.exists():  # broken, or of a run that was resumed from an older one
+            shutil.rmtree(folder)
+        os.rename(aside, folder)
+        _flush(out)
+        for old in sorted(out.glob("ckpt-*/trainer"))[:-args.keep]:
+            if old.parent.name != f"ckpt-{state.get('best_step', -1):06d}":
+                shutil.rmtree(old)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def whole(tensor):
+    """A tensor, or all of an FSDP shard's (every rank asks at once), on the CPU."""
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.detach().cpu().contiguous()
+
+
+def _kept(model):
+    """Parameters and saved buffers by name, a tied weight once."""
+    saved = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return dict(model.named_parameters()) | buffers
+
+
+def _moments(model, optimizer):
+    return {f"{name}/{key}": tensor for name, p in model.named_parameters()
+            for key, tensor in optimizer.state.get(p, {}).items()}
+
+
+def _flush(path):
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sha256(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ---- read ----------------------------------------------------------------------------------------
+
+def fault(folder):
+    """What is wrong with a checkpoint, by its manifest; "" where nothing is."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+    except (OSError, ValueError) as error:
+        return f"manifest.json: {error}"
+    for name, (size, digest) in manifest.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size or _sha256(path) != digest:
+            return f"{name} has {path.stat().st_size} bytes of another checksum than was written"
+    return ""
+
+
+def newest(out):
+    """The newest whole checkpoint of a run that has a trainer state, or None; broken ones are named."""
+    for folder in sorted(Path(out).glob("ckpt-*"), reverse=True):
+        if (folder / "trainer").is_dir():
+            wrong = fault(folder)
+            if not wrong:
+                return folder
+            if rank() == 0:
+                print(f"{folder}: {wrong}; taking the one before", file=sys.stderr)
+    return None
+
+
+@torch.no_grad()
+def resume(out, model, optimizer, teacher):
+    """Put the newest checkpoint of a run folder into model, optimizer and teacher, and return its
+    state: {"step": 0} where there is none, or no folder to resume."""
+    folder = newest(out) if out else None
+    if folder is None:
+        return {"step": 0}
+    state = json.loads((folder / "trainer" / "state.json").read_text())
+    saved = _open(*folder.glob("*.safetensors"))
+    for name, target in _kept(model).items():
+        if name not in saved:
+            fail(f"--resume {out}: {folder.name} has no weight {name}: it is of another model")
+        _assign(target, saved[name]())
+    moments = _open(folder / "trainer" / "optimizer.safetensors")
+    for name, p in model.named_parameters():
+        keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}/{key}" in moments]
+        for key in keys:  # as the optimizer's first step would have made them
+            value = moments[f"{name}/{key}"]()
+            optimizer.state[p][key] = value if key == "step" else torch.zeros_like(p)
+            _assign(optimizer.state[p][key], value)
+    if state["teacher_changed"]:
+        average = _open(folder / "trainer" / "teacher.safetensors")
+        for name, target in _kept(teacher.model).items():
+            _assign(target, average[name]())
+        teacher.last_changed = state["teacher_changed"]
+    return state
+
+
+def _open(*paths):
+    """{name: function that reads the tensor} over safetensors files."""
+    files = [safe_open(path, "pt") for path in paths]
+    return {name: lambda f=file, n=name: f.get_tensor(n) for file in files for name in file.keys()}  # noqa: SIM118
+
+
+def _assign(target, value):
+    value = value.to(target.dtype)
+    if isinstance(target, DTensor):
+        value = distribute_tensor(value.to(target.device), target.device_mesh, target.placements,
+                                  src_data_rank=None)  # each rank cuts its shard out of the whole
+    target.copy_(value)

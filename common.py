@@ -1,0 +1,379 @@
+"""Plumbing that every script shares: flags, ranks, sharding, gradients across ranks, and the log.
+
+One script serves 1 or N processes. Under torchrun each rank holds 1/N of the prompts of a step; what
+makes N processes one run is a forward pass that all ranks take equally often and one average of the
+gradients before the optimizer steps. `--fsdp off` keeps whole copies of the model and averages with
+one all-reduce a step: DDP without its hooks, so that micro-batches accumulate first and a rank
+without a row adds zeros. `--fsdp on` shards weights, gradients and optimizer with FSDP2.
+"""
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from tqdm import tqdm
+
+ROOT = Path(__file__).parent
+TINY = dict(model="tiny", data="tiny", prompts=8, group=8, max_prompt=160, max_new=64, steps=60,
+            warmup=5, max_teacher_prompt=320, eval_every=20, save_every=30)  # what --tiny sets
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+# what may change when a run is resumed: how far and how fast it goes, never what it computes
+FREE = {"resume", "out", "steps", "eval_every", "save_every", "keep", "tokens_per_micro", "quiet"}
+# the means that every log line holds; null where nothing was counted
+MEANS = ("reward", "loss", "jsd", "entropy", "teacher_entropy", "kl_ref", "length", "artifact",
+         "boxed", "frac_truncated", "frac_distilled", "frac_cut", "frac_think", "frac_zero_adv",
+         "clip_frac", "is_weight")
+
+
+# ---- flags ---------------------------------------------------------------------------------------
+
+class Parser(argparse.ArgumentParser):
+    """argparse that says what is wrong in one line, once, and exits with 2."""
+
+    def error(self, message):
+        if rank() == 0:
+            print(f"{self.prog}: error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def fail(message):
+    """Bad input, found after the flags were parsed: the same one line and exit code."""
+    Parser(prog=Path(sys.argv[0]).name).error(message)
+
+
+def add_run_args(parser, lr, updates):
+    """The flags that change no science; the others are declared in the train files."""
+    add = parser.add_argument_group("model and data").add_argument
+    add("--model", default="Qwen/Qwen3-4B", help="hub id, Hugging Face folder, .gguf file, or tiny")
+    add("--task", default="math", help="math, science, tooluse, coding, logic, knowledge")
+    add("--data", help="short name, hub id, .jsonl file, tiny (default: the paper's training set)")
+    add("--eval_data", help="the same, to evaluate on (default: the task's own benchmarks)")
+    add("--tiny", action="store_true", help="laptop scale: model, data, lengths, batch, steps, lr")
+    add("--think", action="store_true", help="the chat template's thinking switch, everywhere")
+    add("--max_prompt", type=int, default=2048, help="longer prompts are dropped and counted")
+    add("--max_new", type=int, default=8192, help="longest response, in tokens")
+    add = parser.add_argument_group("batch and optimizer").add_argument
+    add("--steps", type=int, default=50, help="batches of rollouts")
+    add("--prompts", type=int, default=32, help="prompts a step, over all ranks")
+    add("--group", type=int, default=8, help="responses to a prompt, G")
+    add("--updates", type=int, default=updates, help="optimizer steps that a batch is split over")
+    add("--lr", type=float, default=lr, help="learning rate, constant after the warm-up")
+    add("--warmup", type=int, default=10, help="steps of linear warm-up")
+    add("--weight_decay", type=float, default=0.01, help="of AdamW")
+    add("--grad_clip", type=float, default=1.0, help="largest gradient norm (0: any)")
+    add = parser.add_argument_group("machine").add_argument
+    add("--dtype", default="auto", choices=["auto", *DTYPES], help="compute (auto: bf16 on CUDA)")
+    add("--param_dtype", default="float32", choices=DTYPES, help="weights as kept and updated")
+    add("--fsdp", default="auto", choices=["auto", "on", "off"], help="shard over the ranks")
+    add("--rollout", default="auto", choices=["auto", "hf"], help="sampling engine")
+    add("--tokens_per_micro", type=int, default=16384, help="tokens in one forward pass")
+    add("--no_pack", action="store_true", help="the plain path: siblings share no prompt")
+    add("--checkpoint_activations", action="store_true", help="recompute them in backward")
+    add = parser.add_argument_group("run folder").add_argument
+    add("--out", help="log, samples, checkpoints (default: runs/SCRIPT-TASK-DATE)")
+    add("--resume", metavar="DIR", help="go on with the run in DIR, from its newest checkpoint")
+    add("--seed", type=int, default=0, help="of samples, data order, demonstrations and masks")
+    add("--eval_every", type=int, default=10, help="steps between evaluations (0: none)")
+    add("--eval_prompts", type=int, default=64, help="held-out prompts of one (0: all)")
+    add("--eval_n", type=int, default=4, help="samples for each of them")
+    add("--ref_every", type=int, default=10, help="steps between values of kl_ref (0: none)")
+    add("--save_every", type=int, default=10, help="steps between checkpoints (0: the last alone)")
+    add("--keep", type=int, default=2, help="trainer states to keep; model folders all stay")
+    add("--quiet", action="store_true", help="no progress bar")
+
+
+def parse(parser, argv, tiny, check):
+    """Parse flags over the defaults of --tiny, or over those of the run to --resume, and refuse what
+    is wrong before anything loads. tiny: the script's own laptop defaults; check(args, error): its
+    own conditions."""
+    args, old = parser.parse_args(argv), {}
+    if args.resume:
+        config = Path(args.resume, "config.json")
+        if not config.is_file():
+            parser.error(f"--resume {args.resume}: holds no config.json; name a run's --out folder")
+        old = json.loads(config.read_text())["args"]
+        parser.set_defaults(**old)
+    elif args.tiny:
+        own = {**TINY, **tiny}
+        parser.set_defaults(**{name: own[name] for name in own if hasattr(args, name)})
+    args = parser.parse_args(argv)
+    for name in ("prompts", "group", "updates", "max_prompt", "max_new", "tokens_per_micro",
+                 "eval_n", "keep", "steps"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: must be at least 1")
+    for name in ("warmup", "eval_every", "eval_prompts", "save_every", "ref_every", "weight_decay",
+                 "grad_clip"):
+        if not getattr(args, name) >= 0:
+            parser.error(f"--{name} {getattr(args, name)}: must not be negative")
+    if not 0 < args.lr < float("inf"):
+        parser.error(f"--lr {args.lr}: must be a positive number")
+    if args.prompts % (args.updates * world()):
+        parser.error(f"--prompts {args.prompts}: must be a multiple of --updates {args.updates} "
+                     f"times {world()} ranks")
+    if args.fsdp == "on" and "RANK" not in os.environ:
+        parser.error("--fsdp on: needs ranks; start the script with torchrun")
+    import data  # here, so that --help stays quick
+    if args.task not in data.TASKS:
+        parser.error(f"--task {args.task}: must be one of {', '.join(data.TASKS)}")
+    args.data = args.data or data.TASKS[args.task].TRAIN
+    if args.data is None:
+        parser.error(f"--task {args.task}: has no training set of its own; name one with --data")
+    check(args, parser.error)
+    for name in sorted(old.keys() - FREE):
+        if getattr(args, name) != old[name]:
+            parser.error(f"--{name} {getattr(args, name)}: the run in {args.resume} was started "
+                         f"with {old[name]}; start a new run, or leave the flag out")
+    args.out = args.resume or args.out or (
+        f"runs/{Path(parser.prog).stem}-{args.task}-{datetime.datetime.now():%m%d-%H%M%S}")
+    return args
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+def rank():
+    return int(os.environ.get("RANK", 0))
+
+
+def world():
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def setup(args):
+    """Join the other ranks (nccl on CUDA, gloo on CPU). Returns this rank's device."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
+                                timeout=datetime.timedelta(minutes=30))
+    torch.manual_seed(args.seed)
+    return device
+
+
+def all_sum(values):
+    """Sums of a list of numbers over the ranks, in float64."""
+    device = "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+    total = torch.tensor([float(v) for v in values], dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total.tolist()
+
+
+def gather(items):
+    """Every rank's list, joined in the order of the ranks, on every rank."""
+    parts = [items]
+    if dist.is_initialized():
+        parts = [None] * world()
+        dist.all_gather_object(parts, items)
+    return [item for part in parts for item in part]
+
+
+def distribute(model, args, device, train=True):
+    """Move a model to its device, say how it computes, and shard it where --fsdp asks for that.
+
+    auto shards where copies (weights, gradients, two moments, teacher) would fill over 60% of a GPU.
+    """
+    name = "bfloat16" if device.type == "cuda" else args.param_dtype
+    compute, model = DTYPES[name if args.dtype == "auto" else args.dtype], model.to(device)
+    model.compute_dtype = compute if compute != model.dtype else None  # read by packing.compute
+    if train and args.checkpoint_activations:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()  # transformers recomputes in train mode alone; there is no dropout
+    shard = args.fsdp == "on"
+    if args.fsdp == "auto" and world() > 1 and device.type == "cuda":
+        room = torch.cuda.get_device_properties(device).total_memory
+        shard = 5 * sum(p.numel() * p.element_size() for p in model.parameters()) > 0.6 * room
+    if shard:
+        mesh = dist.device_mesh.init_device_mesh(device.type, (world(),))
+        policy = MixedPrecisionPolicy(model.compute_dtype, torch.float32)
+        policy = policy if model.compute_dtype else MixedPrecisionPolicy()
+        model.compute_dtype = None  # FSDP casts the weights themselves
+        lists = (m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+        for module in (*max(lists, key=len), model):  # layer by layer, then what is left
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        register_fsdp_forward_method(model, "states")
+    return model
+
+
+@contextlib.contextmanager
+def gathered(model):
+    """Within it an FSDP model is whole on every rank: they may call it different numbers of times."""
+    shards = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    for m in shards:
+        m.unshard()
+        m.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for m in shards:
+            m.set_reshard_after_forward(m is not model, recurse=False)
+            m.reshard()
+
+
+def average_gradients(model):
+    """The mean of the gradients over the ranks; FSDP has taken it in its backward pass."""
+    if world() == 1 or isinstance(model, FSDPModule):
+        return
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    for pending in [dist.all_reduce(p.grad, async_op=True) for p in model.parameters()]:
+        pending.wait()
+    for p in model.parameters():
+        p.grad /= world()
+
+
+def make_optimizer(model, args):
+    return torch.optim.AdamW(model.parameters(), args.lr, (0.9, 0.999),
+                             weight_decay=args.weight_decay)
+
+
+def optimizer_step(model, optimizer, args, step, gradient):
+    """Average, clip, step, clear. Returns the gradient's norm before clipping, or None for a batch
+    that had no gradient: no step is made then, since momentum alone would move the weights. A norm
+    that is not finite stops the run before it reaches the weights."""
+    norm = None
+    if gradient:
+        average_gradients(model)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or float("inf"))
+        norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+        if not norm < float("inf"):
+            raise FloatingPointError(f"step {step}, rank {rank()}: the gradient's norm is {norm}; "
+                                     "the weights are untouched, so are the checkpoints")
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(args, step)
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def learning_rate(args, step):
+    return args.lr * min(1.0, step / args.warmup if args.warmup else 1.0)
+
+
+# ---- the log -------------------------------------------------------------------------------------
+
+def tally(sums, **values):
+    """Add values, a tensor or a list for each name, to running sums {name: [total, count]}."""
+    for name, value in values.items():
+        value = torch.as_tensor(value).detach().double()
+        sums[name][0] += value.sum().item()
+        sums[name][1] += value.numel()
+
+
+def log_line(args, step, sums, norms, clock, sampled, trained, teacher):
+    """The numbers of a step, the same on every rank. norms: of its optimizer steps; clock: its start,
+    end of sampling, end of training; sampled, trained: tokens of this rank."""
+    made = [n for n in norms if n is not None]
+    sums["loss"][1] = len(made) / world()  # each rank's share of as many means
+    values = all_sum([x for name in MEANS for x in sums[name]] + [sampled, trained])
+    line = {name: values[2 * i] / values[2 * i + 1] if values[2 * i + 1] else None
+            for i, name in enumerate(MEANS)}
+    sample_seconds, train_seconds = clock[1] - clock[0], clock[2] - clock[1]
+    return {"step": step, "stage": args.task, **line,
+            "grad_norm": sum(made) / len(made) if made else 0.0, "lr": learning_rate(args, step),
+            "teacher_age": None if teacher is None else step - teacher.last_changed,
+            "skipped": not made, "eval": None, "sample_seconds": sample_seconds,
+            "train_seconds": train_seconds, "sample_tokens_per_s": values[-2] / sample_seconds,
+            "train_tokens_per_s": values[-1] / train_seconds, "peak_memory_gb": peak_memory_gb()}
+
+
+def peak_memory_gb():
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB here
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def watch(state, line):
+    """Collapse watch: reads a log line, keeps what it needs in `state`, and returns new warnings,
+    each kind once a run. It never stops or alters the run."""
+    found, seen = {}, state.setdefault("seen", dict(line, mean=line["reward"], best=0.0, jsd=0.0))
+    seen["mean"] += 0.2 * (line["reward"] - seen["mean"])
+    seen["best"] = max(seen["best"], seen["mean"])
+    seen["jsd"] = max(seen["jsd"], line["jsd"] or 0.0)
+    for name, now in (("no target", line["skipped"]), ("no gradient", not line["skipped"]
+                                                       and line["grad_norm"] < 1e-4)):
+        seen[name] = seen.get(name, 0) + 1 if now else 0
+    if seen["mean"] < seen["best"] / 2 and seen["best"] > 0.05:
+        found["reward"] = f"running reward {seen['mean']:.3f}, under half its best {seen['best']:.3f}"
+    if line["artifact"] > max(0.5, 2 * seen["artifact"]):
+        found["artifact"] = f"one repeated n-gram fills {line['artifact']:.0%} of a response"
+    if line["boxed"] > max(3, 3 * seen["boxed"]):
+        found["boxed"] = f"{line['boxed']:.1f} \\boxed a response, {seen['boxed']:.1f} at the start"
+    if line["jsd"] is not None and line["jsd"] < 0.01 * seen["jsd"]:
+        found["jsd"] = f"jsd {line['jsd']:.1e} has gone to 0 from {seen['jsd']:.1e}"
+    if seen["no target"] >= 50:
+        found["no target"] = "nothing to learn from in 50 steps"
+    if seen["no gradient"] >= 10:
+        found["no gradient"] = f"grad_norm under 1e-4 for 10 steps, now {line['grad_norm']:.1e}"
+    new = [kind for kind in found if kind not in state.setdefault("told", [])]
+    state["told"] += new
+    return [f"step {line['step']}: {found[kind]}" for kind in new]
+
+
+class Log:
+    """The run folder, written by rank 0: config.json, log.jsonl with a line a step, samples.jsonl
+    with a few responses a step; and the progress bar over it."""
+
+    def __init__(self, args, start):
+        self.out, self.state, self.last = Path(args.out), {}, None
+        self.bar = tqdm(total=args.steps, initial=start, unit="step",
+                        disable=rank() > 0 or args.quiet)
+        if rank() == 0:
+            self.out.mkdir(parents=True, exist_ok=True)
+            for name in ("log.jsonl", "samples.jsonl"):  # forget what came after the checkpoint
+                path = self.out / name
+                lines = path.read_text().splitlines() if start and path.exists() else []
+                lines = [line for line in lines if json.loads(line)["step"] <= start]
+                path.write_text("".join(f"{line}\n" for line in lines))
+                for line in map(json.loads, lines if name == "log.jsonl" else []):
+                    watch(self.state, line)
+                    self.last = line
+            (self.out / "config.json").write_text(json.dumps(describe(args), indent=1) + "\n")
+
+    def write(self, line, samples):
+        self.last = line
+        if rank() == 0:
+            samples = [{"step": line["step"], **sample} for sample in samples]
+            for name, rows in (("log.jsonl", [line]), ("samples.jsonl", samples)):
+                with open(self.out / name, "a") as file:
+                    file.write("".join(json.dumps(row) + "\n" for row in rows))
+            for warning in watch(self.state, line):
+                self.bar.write(f"collapse watch: {warning}", file=sys.stderr)
+            shown = {k: f"{line[k]:.3g}" for k in ("reward", "jsd", "entropy", "length", "grad_norm",
+                                                   "eval") if line[k] is not None}
+            self.bar.set_postfix(shown, refresh=False)
+            self.bar.update()
+
+    def close(self):
+        self.bar.close()
+        return self.last
+
+
+def describe(args):
+    """What a number needs beside it: flags, command, versions of code and libraries, machine, date."""
+    import transformers
+    git = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"],
+                         capture_output=True, text=True, check=False).stdout.strip()
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"args": vars(args), "command": sys.argv, "commit": git or None,
+            "versions": {"python": platform.python_version(), "torch": torch.__version__,
+                         "transformers": transformers.__version__},
+            "machine": {"ranks": world(), "cpus": os.cpu_count(), "gpu": gpu},
+            "date": time.strftime("%Y-%m-%d %H:%M:%S %z")}

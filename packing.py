@@ -1,0 +1,237 @@
+"""The forward pass over responses: exact, without the work that a plain batch does twice.
+
+A plain batch runs [prompt, response] for each of the G siblings of a prompt, and holds a (tokens, V)
+tensor of logits. Neither is needed:
+
+  Shared prompts. Siblings become one row [prompt, response 1, .., response G]. Position ids restart
+  at len(prompt) for each response and a mask lets a response see the prompt and itself. So a token
+  attends to the tokens, at the positions, that it would have in a row of its own: same numbers.
+
+  Chunked heads. The loss of a token takes the logits of that token alone. `head_loss` runs
+  hidden states -> lm_head -> loss -> gradient for some hundred tokens at a time and keeps the
+  gradient of the hidden states, so that no (tokens, V) tensor outlives its chunk. The sum of the
+  chunks' gradients is the gradient of the sum.
+
+Legend: S rows after packing, L their length, n response tokens of a micro-batch, flat, row after
+row, without padding, c tokens of a chunk, D hidden size, V vocabulary.
+"""
+import contextlib
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+CHUNK = 2**25  # logits at a time, c * V: 128 MiB in float32, whatever the vocabulary
+
+
+def compute(model):
+    """The context in which a model runs: matmuls in `compute_dtype` where common.distribute set one."""
+    dtype = getattr(model, "compute_dtype", None)
+    return torch.autocast(model.device.type, dtype) if dtype else contextlib.nullcontext()
+
+
+# ---- from rows to hidden states ------------------------------------------------------------------
+
+def layout(prompts, responses, pack, device="cpu"):
+    """Lay rows out for one forward pass.
+
+    prompts, responses: lists of token ids, one of each a row. Returns input_ids and position_ids
+    (S, L); a boolean mask (S, 1, L, L), or None where it would be the causal one; and index (n,):
+    where in the flattened (S * L) positions the prediction of each response token stands.
+    """
+    members = {}  # of each packed row: the rows in it
+    for i, prompt in enumerate(prompts):
+        members.setdefault(tuple(prompt) if pack else i, []).append(i)
+    packed, places = [], {}
+    for s, rows in enumerate(members.values()):
+        ids, size = list(prompts[rows[0]]), len(prompts[rows[0]])
+        positions, segments = list(range(size)), [0] * size
+        for segment, i in enumerate(rows, start=1):
+            # the prompt's last position predicts token 1, that of token t - 1 predicts token t:
+            # the last token of a response predicts nothing and is no input
+            later = len(responses[i]) - 1
+            places[i] = [(s, size - 1), *((s, p) for p in range(len(ids), len(ids) + later))]
+            ids += responses[i][:-1]
+            positions += range(size, size + later)
+            segments += [segment] * later
+        packed.append((ids, positions, segments))
+    width = max(len(ids) for ids, _, _ in packed)
+    input_ids = torch.zeros(len(packed), width, dtype=torch.long)
+    position_ids = torch.arange(width).repeat(len(packed), 1)  # of padding too: in range, rising
+    segment_ids = torch.full_like(input_ids, -1)  # padding is a segment that nobody else sees
+    for s, (ids, positions, segments) in enumerate(packed):
+        input_ids[s, :len(ids)] = torch.tensor(ids)
+        position_ids[s, :len(ids)] = torch.tensor(positions)
+        segment_ids[s, :len(ids)] = torch.tensor(segments)
+    mask = None  # a lone response sees all before it; padding comes behind, so nobody sees it
+    if len(packed) < len(prompts):
+        segment_ids = segment_ids.to(device)
+        query, key = segment_ids[:, :, None], segment_ids[:, None, :]
+        causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+        mask = (causal & ((key == 0) | (key == query)))[:, None]  # (S, 1, L, L)
+    index = torch.tensor([s * width + p for i in range(len(prompts)) for s, p in places[i]])
+    return input_ids.to(device), position_ids.to(device), mask, index.to(device)
+
+
+def response_hidden(model, rows, prompts, responses, pack=True):
+    """Hidden states (n, D) that predict the response tokens of some rows.
+
+    rows: numbers into the lists of token ids `prompts` and `responses`. A model whose head is more
+    than one linear layer returns logits (n, V) instead, and `head` leaves them. Without rows one
+    dummy token runs, so that under FSDP every rank joins every collective, and (0, D) comes back,
+    which gives each weight a gradient of zero.
+    """
+    prompts, responses = ([x[i] for i in rows] or [[0]] for x in (prompts, responses))
+    input_ids, position_ids, mask, index = layout(
+        prompts, responses, pack and model.can_pack, model.device)
+    with compute(model):
+        states = model.states(input_ids=input_ids, position_ids=position_ids,
+                              attention_mask=mask, use_cache=False)  # (S, L, D)
+    return states.flatten(0, 1)[index if rows else index[:0]]
+
+
+def _states(model, **inputs):
+    return model.base_model(**inputs).last_hidden_state if model.plain_head else (
+        model(**inputs).logits)
+
+
+def head(model, hidden):
+    """Logits (n, V) of hidden states (n, D)."""
+    if not model.plain_head:
+        return hidden
+    layer = model.get_output_embeddings()
+    with compute(model):
+        return F.linear(hidden, layer.weight, layer.bias)
+
+
+# ---- from hidden states to a loss ----------------------------------------------------------------
+
+def head_loss(model, hidden, token_loss):
+    """The sum of token_loss over the n tokens of hidden (n, D), a scalar with a gradient.
+
+    token_loss(logits (c, V), at (c,)) -> (c,) is called once for each chunk; `at` are the places of
+    its tokens among the n. It treats tokens independently and weighs them itself, with a normaliser
+    known beforehand; then the chunks change nothing.
+    """
+    layer = model.get_output_embeddings() if model.plain_head else None
+    weight, bias = (layer.weight, layer.bias) if layer is not None else (None, None)
+    with compute(model):
+        return _ChunkedLoss.apply(hidden, weight, bias, chunk_size(model), token_loss)
+
+
+def chunk_size(model):
+    return max(1, CHUNK // model.config.get_text_config().vocab_size)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Sum of the losses, through hidden (n, D), weight (V, D) and bias (V). The gradients are taken
+    in the forward pass, where the logits of the chunk are at hand, and only scaled in the backward."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, size, token_loss):
+        total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        grad_hidden = torch.zeros_like(hidden)
+        grads = [None if x is None else torch.zeros_like(x, dtype=total.dtype)
+                 for x in (weight, bias)]
+        for at in torch.arange(len(hidden), device=hidden.device).split(size):
+            h = hidden[at]
+            logits = h if weight is None else F.linear(h, weight, bias)  # (c, V)
+            with torch.enable_grad():
+                logits = logits.detach().requires_grad_()
+                loss = token_loss(logits, at).sum()
+                (grad,) = torch.autograd.grad(loss, logits)
+            total += loss.detach()
+            grad_hidden[at] = (grad if weight is None else grad @ weight.to(grad.dtype)).to(h.dtype)
+            if weight is not None:
+                grads[0] += grad.T @ h.to(grad.dtype)
+            if bias is not None:
+                grads[1] += grad.sum(0)
+        ctx.save_for_backward(grad_hidden, *grads)
+        ctx.dtypes = [x.dtype if x is not None else None for x in (hidden, weight, bias)]
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, scale):
+        grads = [None if g is None else (g * scale).to(dtype)
+                 for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+        return *grads, None, None
+
+
+# ---- from rows to micro-batches ------------------------------------------------------------------
+
+def micro_batches(rows, passes, responses, tokens_per_micro):
+    """Split rows into micro-batches of at most `tokens_per_micro` tokens (one row at the least).
+
+    rows: numbers into lists of token ids: `responses` and, for every forward pass that a row takes,
+    a list of prompts in `passes` (the student's; the teacher's). Siblings, rows with one and the
+    same student prompt, stay together where the budget allows. Returns lists of row numbers, longest
+    first, then empty lists, so that all ranks have equally many. The gradient does not depend on the
+    split; time and memory do.
+    """
+    def cost(rows):
+        prompts = max(sum(map(len, {tuple(prompts[i]) for i in rows})) for prompts in passes)
+        return prompts + sum(len(responses[i]) for i in rows)
+
+    def fit(rows):  # halve siblings until they fit
+        if len(rows) == 1 or cost(rows) <= tokens_per_micro:
+            return [rows]
+        return fit(rows[:len(rows) // 2]) + fit(rows[len(rows) // 2:])
+
+    siblings = {}
+    for i in rows:
+        siblings.setdefault(tuple(passes[0][i]), []).append(i)
+    units = [unit for group in siblings.values() for unit in fit(group)]
+    batches, room = [], 0
+    for spent, unit in sorted(((cost(unit), unit) for unit in units), reverse=True):
+        if spent > room:
+            batches.append([])
+            room = tokens_per_micro
+        batches[-1] += unit
+        room -= spent
+    most = torch.tensor(len(batches))
+    if dist.is_initialized():
+        most = most.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+    return batches + [[]] * (int(most) - len(batches))
+
+
+def tokens(rows, rollouts, masks, weights, device):
+    """The tokens of some rows that the loss is taken of: for each the number of its row, its id, its
+    log-probability when sampled and its weight, all (n,); and keep, a mask over ALL the response
+    tokens of these rows, of which they are the n. masks, weights: for each row (T,), (>= T,)."""
+    if not rows:
+        none = torch.zeros(0, device=device)
+        return none.long(), none.long(), none, none, none.bool()
+    keep = torch.cat([masks[i] for i in rows])
+    row = torch.tensor([i for i in rows for _ in rollouts[i].ids])
+    label = torch.tensor([t for i in rows for t in rollouts[i].ids])
+    old = torch.cat([rollouts[i].logprobs for i in rows])
+    weight = torch.cat([weights[i][:len(masks[i])] for i in rows])
+    return *(x[keep].to(device) for x in (row, label, old, weight)), keep.to(device)
+
+
+@torch.no_grad()
+def probe(model):
+    """Find out on ten tokens what an architecture can do, and note it on the model: `plain_head` (its
+    logits are one linear layer of its last hidden states), `can_pack` (it honours position ids and a
+    4-D mask). Returns one line on what takes the plain path instead, or ""."""
+    def run(pack):
+        hidden = response_hidden(model, [0, 1], [[1, 2, 3, 4]] * 2, [[5, 6, 7], [8, 9]], pack)
+        return head(model, hidden).float()
+
+    def same(x, y):
+        return x.shape == y.shape and torch.allclose(x, y, atol=tolerance, rtol=tolerance)
+
+    tolerance = 0.05 if model.dtype == torch.bfloat16 else 1e-3
+    model.states = _states.__get__(model)
+    model.plain_head = model.can_pack = False
+    plain = run(pack=False)
+    model.plain_head = True
+    model.plain_head = same(plain, run(pack=False))
+    windows = "sliding_attention" in (getattr(model.config, "layer_types", None) or [])
+    model.can_pack = not windows and model.config._attn_implementation == "sdpa"
+    model.can_pack = model.can_pack and same(plain, run(pack=True))
+    notes = [] if model.plain_head else ["its head is no single linear layer, so it is not chunked"]
+    notes += [] if model.can_pack else ["it takes no 4-D mask, so siblings do not share a prompt"]
+    return f"{type(model).__name__}: {'; '.join(notes)}" if notes else ""

@@ -1,0 +1,160 @@
+"""GRPO: group relative policy optimisation, the whole algorithm.
+
+The student answers each prompt G times; the verifier gives each answer one reward, and an answer is
+made more likely where it beats its siblings, less likely where it falls behind them:
+
+    A_i  = (r_i - mean_j r_j) / (std_j r_j + 1e-6)                        within the group
+    loss = - sum_t min(rho_t A, clip(rho_t, 1-eps_low, 1+eps_high) A) / response tokens
+    rho_t = p_S(y_t | x, y_<t) / p_old(y_t | x, y_<t)
+
+A group whose rewards are all equal says nothing, costs no pass, and still counts in the normaliser.
+--kl_coef adds a penalty for leaving the base model. Sources: arXiv:2402.03300 (GRPO),
+arXiv:2607.01763 (the paper). Left out: critics, reward models, LoRA, off-policy replay.
+
+    python train_grpo.py --tiny                                   # two CPU cores, two minutes
+    torchrun --nproc_per_node 8 train_grpo.py                     # the paper's GRPO, Qwen3-4B, math
+    torchrun --nproc_per_node 8 train_grpo.py --lr 1e-5 --kl_coef 0.001 --task science
+"""
+import argparse
+import time
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+import checkpoint
+import common
+import data
+import eval
+import losses
+import packing
+import rollout
+import teacher as teaching
+
+# ==== the algorithm's own: flags, conditions on them ====
+TINY = dict(lr=3e-4)  # set by --tiny, beside common.TINY
+
+
+def add_args(parser):
+    add = parser.add_argument_group("GRPO").add_argument
+    add("--no_std", action="store_true", help="advantages without the division by the group's std")
+    add("--eps_low", type=float, default=0.2, help="clip the ratio at 1 - eps_low")
+    add("--eps_high", type=float, default=0.28, help="clip the ratio at 1 + eps_high")
+    add("--kl_coef", type=float, default=0.0, help="weight of the k3 penalty to the base model")
+    add("--agg", default="token", choices=["token", "seq"], help="mean over tokens or responses")
+    common.add_run_args(parser, lr=1e-6, updates=4)
+
+
+def check(args, error):
+    if args.group < 2:
+        error(f"--group {args.group}: an advantage compares siblings; it takes 2 or more")
+    if not (0 < args.eps_low <= 1 and args.eps_high > 0):
+        error("--eps_low must lie in (0, 1], --eps_high must be positive")
+    if args.kl_coef < 0:
+        error(f"--kl_coef {args.kl_coef}: must not be negative")
+# ==== end ====
+
+
+def get_args(argv=None):
+    parser = common.Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add_args(parser)
+    return common.parse(parser, argv, TINY, check)
+
+
+def main(args):
+    """One run, in the folder args.out. Returns the last line of its log."""
+    device = common.setup(args)
+    task = data.TASKS[args.task]
+    model, tokenizer = checkpoint.load_model(args.model, common.DTYPES[args.param_dtype])
+    rows = rollout.load_rows(args, task, tokenizer)
+    held_out = eval.held_out(args, tokenizer)
+    # ==== the algorithm's own: the models beside the student, made of its weights in memory ====
+    teacher = None
+    reference = teaching.Teacher(model) if args.kl_coef or args.ref_every else None  # frozen
+    # ==== end ====
+    for copy in {teacher, reference} - {None}:
+        copy.model = common.distribute(copy.model, args, device, train=False)
+    model = common.distribute(model, args, device)
+    optimizer = common.make_optimizer(model, args)
+    state = checkpoint.resume(args.resume, model, optimizer, teacher)
+    log = common.Log(args, state["step"])
+    pack, budget = not args.no_pack, args.tokens_per_micro
+
+    for step in range(state["step"] + 1, args.steps + 1):
+        # ---- roll out: G responses of the current student to each prompt, and their rewards ----
+        clock, sums = [time.perf_counter()], {name: [0.0, 0] for name in common.MEANS}
+        batch = rollout.batch(rows, step, args)  # this rank's prompts: [(number, row)]
+        with common.gathered(model):
+            rollouts = rollout.sample(
+                model, tokenizer, [row["ids"] for _, row in batch], [n for n, _ in batch],
+                args.group, args.max_new, key=(args.seed, step))
+        rewards, feedback = rollout.score(task, rollouts, batch, args.group)
+        prompts, responses = [r.prompt for r in rollouts], [r.ids for r in rollouts]
+        common.tally(sums, **rollout.measure(rollouts, rewards, task))
+        clock.append(time.perf_counter())
+        if args.ref_every and step % args.ref_every == 0:
+            (base,) = packing.response_logprobs(
+                reference.model, prompts, responses, read, budget, pack)
+            for r, logprobs in zip(rollouts, base, strict=True):
+                common.tally(sums, kl_ref=losses.kl_k3(r.logprobs, logprobs))
+
+        # ==== the algorithm's own: which tokens of which rows are learnt from ====
+        advantages = losses.group_advantages(rewards, args.group, std=not args.no_std)  # (N,)
+        masks = [torch.ones(len(ids), dtype=torch.bool) for ids in responses]
+        learns = [bool(a) or args.kl_coef > 0 for a in advantages]  # rows with a gradient
+        passes = [prompts]  # the prompts of each forward pass
+        flat = (rewards.view(-1, args.group) == rewards.view(-1, args.group)[:, :1]).all(1)
+        common.tally(sums, frac_zero_adv=flat)
+        # ==== end ====
+
+        # ---- learn: `updates` optimizer steps, each one sum over micro-batches and ranks ----
+        norms = []
+        for mini in torch.arange(len(rollouts)).chunk(args.updates):  # numbers of its rows
+            weights, share = losses.aggregate_weights(
+                pad_sequence([masks[i] for i in mini], batch_first=True), args.agg)
+            weights = dict(zip(mini, weights, strict=True))  # row -> (T,)
+            learning = [i for i in mini if learns[i]]
+            total, anything = common.all_sum([share, len(learning)])
+            for micro in packing.micro_batches(learning, passes, responses, budget):
+                row, label, old, weight, keep = packing.tokens(
+                    micro, rollouts, masks, weights, device)  # (n,) each
+                hidden = packing.response_hidden(model, micro, prompts, responses, pack)[keep]
+                # ==== the algorithm's own: the loss of a token ====
+                if args.kl_coef:
+                    with torch.no_grad():
+                        base = packing.response_hidden(
+                            reference.model, micro, prompts, responses, args)
+
+                def token_loss(logits, at):  # (c, V) of the tokens `at`, (c,) -> (c,)
+                    logprobs = losses.token_logprobs(logits, label[at])
+                    ratio = (logprobs[:, None], old[at, None], advantages.to(device)[row[at]],
+                             torch.ones_like(old[at, None]), args.eps_low, args.eps_high)
+                    loss = losses.policy_gradient_loss(*ratio)[:, 0]  # a row is one token here
+                    common.tally(sums, clip_frac=losses.clipped_tokens(*ratio))
+                    if args.kl_coef:
+                        with torch.no_grad():
+                            base_logprobs = losses.token_logprobs(
+                                packing.head(reference.model, base[at]), label[at])
+                        loss = loss + args.kl_coef * losses.kl_k3(logprobs, base_logprobs)
+                    return loss * weight[at]
+                # ==== end ====
+                loss = packing.head_loss(model, hidden, token_loss) / total
+                (loss * common.world()).backward()  # as gradients are averaged over ranks
+                sums["loss"][0] += loss.item()
+            norms.append(common.optimizer_step(model, optimizer, args, step, anything > 0))
+        # ==== the algorithm's own: nothing follows the student ====
+        # ==== end ====
+
+        # ---- log, evaluate, save ----
+        clock.append(time.perf_counter())
+        line = common.log_line(args, step, sums, norms, clock, teacher)
+        if held_out and step % args.eval_every == 0:
+            line["eval"] = held_out(model, step)
+            state = common.keep_best(state, line)
+        log.write(line, rollout.samples(tokenizer, rollouts, rewards, passes))
+        if step == args.steps or (args.save_every and step % args.save_every == 0):
+            checkpoint.save(args, step, model, tokenizer, optimizer, teacher, state)
+    return log.close()
+
+
+if __name__ == "__main__":
+    main(get_args())

@@ -1,0 +1,225 @@
+"""SDPO and StableSDPO: on-policy self-distillation, the whole algorithm.
+
+The student answers each prompt G times. A response that the verifier accepts is a demonstration for
+its siblings: the same model, reading the question WITH a demonstration, is the teacher, and at each
+token of its own response the student is pulled towards the teacher's distribution.
+
+    loss = sum_t w_t D_beta(p_S(.|x, y_<t) || p_T(.|x, demonstration, y_<t)) / distilled tokens
+    D_beta = (1-beta) KL(p_S || M) + beta KL(p_T || M),     M = (1-beta) p_S + beta p_T
+
+The teacher is frozen (SDPO_0, the default), a moving average of the student (--ema 0.05: SDPO_5%)
+or refreshed now and then (--restart_every 10: StableSDPO). Sources: arXiv:2601.20802 (SDPO),
+arXiv:2607.01763 (the paper). Left out: reward models, LoRA, off-policy replay.
+
+    python train_sdpo.py --tiny                                   # two CPU cores, two minutes
+    torchrun --nproc_per_node 8 train_sdpo.py --ema 0.05          # the paper's SDPO_5%, Qwen3-4B
+    torchrun --nproc_per_node 8 train_sdpo.py --restart_every 10 --ema 0.05 --restart_mix matched
+"""
+import argparse
+import time
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+import checkpoint
+import common
+import data
+import eval
+import losses
+import packing
+import rollout
+import teacher as teaching
+
+# ==== the algorithm's own: flags, conditions on them, what a row learns from ====
+TINY = dict(lr=3e-4)  # set by --tiny, beside common.TINY
+
+
+def add_args(parser):
+    add = parser.add_argument_group("SDPO").add_argument
+    add("--beta", type=float, default=0.5, help="divergence: 0 KL(T||S), 1 KL(S||T), 0.5 JSD")
+    add("--topk", type=int, default=0, help="distil the student's K largest tokens (0: all)")
+    add("--tail", action=argparse.BooleanOptionalAction, default=True,
+        help="with --topk: what is left as one bucket, or renormalise")
+    add("--is_clip", type=float, default=2.0, help="largest importance weight of a token")
+    add("--agg", default="token", choices=["token", "seq"], help="mean over tokens or responses")
+    add("--success", type=float, default=1.0, help="reward that makes a response a demonstration")
+    add("--feedback", default="never", choices=["never", "fallback", "always"],
+        help="show the verifier's words (fallback: where there is no demonstration)")
+    add("--cot", action="store_true", help="--demo_cot and --loss_cot")
+    add("--demo_cot", action="store_true", help="leave the reasoning in the demonstration")
+    add("--loss_cot", action="store_true", help="distil the tokens of the reasoning too")
+    add("--mask_ratio", type=float, default=0.0, help="share of tokens left out at random")
+    add("--max_teacher_prompt", type=int, default=10240, help="longer: its demonstration is cut")
+    add = parser.add_argument_group("teacher").add_argument
+    add("--ema", type=float, default=0.0, help="update rate a step (0: frozen, 1: the student)")
+    add("--restart_every", type=int, default=0, help="steps between refreshes (0: none)")
+    add("--restart_mix", default="1", help="share of the student then; matched: as --ema has")
+    add("--teacher_init", metavar="CKPT", help="mix this checkpoint into the first teacher")
+    add("--teacher_init_mix", type=float, default=1.0, help="share of --teacher_init in it")
+    common.add_run_args(parser, lr=1e-5, updates=1)
+
+
+def check(args, error):
+    for name in ("beta", "ema", "mask_ratio", "teacher_init_mix"):
+        if not 0 <= getattr(args, name) <= 1:
+            error(f"--{name} {getattr(args, name)}: must lie in [0, 1]")
+    if args.group < 2 and args.feedback == "never":
+        error("--group 1: demonstrations come from siblings; take 2 or more, or --feedback always")
+    if args.topk < 0 or args.restart_every < 0 or args.is_clip <= 0:
+        error("--topk, --restart_every: must not be negative; --is_clip: must be positive")
+    if args.restart_mix == "matched":
+        if not (args.ema and args.restart_every):
+            error("--restart_mix matched: takes its share from --ema and --restart_every")
+        args.restart_mix = teaching.matched_mix(args.ema, args.restart_every)
+        args.ema = 0.0
+    elif args.ema and args.restart_every:
+        error("--ema with --restart_every: one teacher or the other, unless --restart_mix matched")
+    try:
+        args.restart_mix = float(args.restart_mix)
+    except ValueError:
+        error(f"--restart_mix {args.restart_mix}: must be a number in [0, 1], or matched")
+    if not 0 <= args.restart_mix <= 1:
+        error(f"--restart_mix {args.restart_mix}: must lie in [0, 1], or be matched")
+    if args.max_teacher_prompt < args.max_prompt:
+        error(f"--max_teacher_prompt {args.max_teacher_prompt}: must hold --max_prompt tokens")
+
+
+def targets(args, task, tokenizer, batch, rollouts, rewards, feedback, step):
+    """What each response is distilled from: the teacher's prompts, as token ids, or None for a row
+    that is no target; the tokens to distil, (T,) bool; and which of the prompts had to be cut."""
+    tags, seen, masks, cuts = task.THINK_TAGS, [], [], []
+    special = [t for t in tokenizer.all_special_tokens if t not in tags]
+    for g, (number, row) in enumerate(batch):
+        group = range(g * args.group, (g + 1) * args.group)
+        picks = teaching.pick_demonstrations(
+            rewards[group.start:group.stop], args.group, args.success,
+            rollout.keyed_generator("demonstration", args.seed, step, number))
+        for i, pick in zip(group, picks, strict=True):
+            prompt, keep = None, torch.zeros(len(rollouts[i].ids), dtype=torch.bool)
+            shown = None if pick is None else teaching.response_for_demo(
+                rollouts[group.start + pick].text, tags, args.demo_cot or args.cot,
+                bool(row["opened"]), special)
+            told = args.feedback == "always" or (args.feedback == "fallback" and not shown)
+            note = feedback[i] if told else None
+            if shown or note:
+                prompt, cut = teaching.teacher_prompt_ids(
+                    lambda messages: rollout.encode(tokenizer, messages, args.think),
+                    row["messages"], shown, note, args.max_teacher_prompt)
+                cuts.append(cut)
+                keep = ~keep
+                if not (args.loss_cot or args.cot):
+                    pieces = [tokenizer.decode([t]) for t in rollouts[i].ids]
+                    keep &= torch.tensor(teaching.think_mask(pieces, tags, bool(row["opened"])))
+                drawn = rollout.keyed_generator("mask", args.seed, step, rollouts[i].row)
+                keep &= losses.random_keep(len(keep), args.mask_ratio, drawn)
+            seen.append(prompt)
+            masks.append(keep)
+    return seen, masks, cuts
+# ==== end ====
+
+
+def get_args(argv=None):
+    parser = common.Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add_args(parser)
+    return common.parse(parser, argv, TINY, check)
+
+
+def main(args):
+    """One run, in the folder args.out. Returns the last line of its log."""
+    device = common.setup(args)
+    task = data.TASKS[args.task]
+    model, tokenizer = checkpoint.load_model(args.model, common.DTYPES[args.param_dtype])
+    rows = rollout.load_rows(args, task, tokenizer)
+    held_out = eval.held_out(args, tokenizer)
+    # ==== the algorithm's own: the models beside the student, made of its weights in memory ====
+    teacher = teaching.Teacher(model, args.ema, args.restart_every, args.restart_mix)
+    same = teacher.frozen and not args.teacher_init
+    reference = teacher if same else teaching.Teacher(model) if args.ref_every else None
+    if args.teacher_init:
+        start, _ = checkpoint.load_model(args.teacher_init)
+        teaching.mix_checkpoint(teacher.model, start, args.teacher_init_mix)
+    # ==== end ====
+    for copy in {teacher, reference} - {None}:
+        copy.model = common.distribute(copy.model, args, device, train=False)
+    model = common.distribute(model, args, device)
+    optimizer = common.make_optimizer(model, args)
+    state = checkpoint.resume(args.resume, model, optimizer, teacher)
+    log = common.Log(args, state["step"])
+    pack, budget = not args.no_pack, args.tokens_per_micro
+
+    for step in range(state["step"] + 1, args.steps + 1):
+        # ---- roll out: G responses of the current student to each prompt, and their rewards ----
+        clock, sums = [time.perf_counter()], {name: [0.0, 0] for name in common.MEANS}
+        batch = rollout.batch(rows, step, args)  # this rank's prompts: [(number, row)]
+        with common.gathered(model):
+            rollouts = rollout.sample(
+                model, tokenizer, [row["ids"] for _, row in batch], [n for n, _ in batch],
+                args.group, args.max_new, key=(args.seed, step))
+        rewards, feedback = rollout.score(task, rollouts, batch, args.group)
+        prompts, responses = [r.prompt for r in rollouts], [r.ids for r in rollouts]
+        common.tally(sums, **rollout.measure(rollouts, rewards, task))
+        clock.append(time.perf_counter())
+        if args.ref_every and step % args.ref_every == 0:
+            (base,) = packing.response_logprobs(
+                reference.model, prompts, responses, read, budget, pack)
+            for r, logprobs in zip(rollouts, base, strict=True):
+                common.tally(sums, kl_ref=losses.kl_k3(r.logprobs, logprobs))
+
+        # ==== the algorithm's own: which tokens of which rows are learnt from ====
+        seen, masks, cuts = targets(
+            args, task, tokenizer, batch, rollouts, rewards, feedback, step)
+        learns = [bool(mask.any()) for mask in masks]  # rows with a gradient
+        passes = [prompts, seen]  # the prompts of each forward pass: the student's, the teacher's
+        common.tally(sums, frac_distilled=learns, frac_cut=cuts)
+        # ==== end ====
+
+        # ---- learn: `updates` optimizer steps, each one sum over micro-batches and ranks ----
+        norms = []
+        for mini in torch.arange(len(rollouts)).chunk(args.updates):  # numbers of its rows
+            weights, share = losses.aggregate_weights(
+                pad_sequence([masks[i] for i in mini], batch_first=True), args.agg)
+            weights = dict(zip(mini, weights, strict=True))  # row -> (T,)
+            learning = [i for i in mini if learns[i]]
+            total, anything = common.all_sum([share, len(learning)])
+            for micro in packing.micro_batches(learning, passes, responses, budget):
+                row, label, old, weight, keep = packing.tokens(
+                    micro, rollouts, masks, weights, device)  # (n,) each
+                hidden = packing.response_hidden(model, micro, prompts, responses, pack)[keep]
+                # ==== the algorithm's own: the loss of a token ====
+                with torch.no_grad():
+                    told = packing.response_hidden(
+                        teacher.model, micro, seen, responses, args)[keep]
+
+                def token_loss(logits, at):  # (c, V) of the tokens `at`, (c,) -> (c,)
+                    with torch.no_grad():
+                        teacher_logits = packing.head(teacher.model, told[at])  # (c, V)
+                        _, entropy = losses.logprobs_and_entropy(teacher_logits, label[at])
+                        ratio = losses.importance_weight(
+                            losses.token_logprobs(logits, label[at]), old[at], args.is_clip)
+                    jsd = losses.generalized_jsd(
+                        logits, teacher_logits, args.beta, args.topk, args.tail)
+                    common.tally(sums, jsd=jsd, is_weight=ratio, teacher_entropy=entropy)
+                    return ratio * jsd * weight[at]
+                # ==== end ====
+                loss = packing.head_loss(model, hidden, token_loss) / total
+                (loss * common.world()).backward()  # as gradients are averaged over ranks
+                sums["loss"][0] += loss.item()
+            norms.append(common.optimizer_step(model, optimizer, args, step, anything > 0))
+        # ==== the algorithm's own: the teacher follows ====
+        teacher.update(model, step)
+        # ==== end ====
+
+        # ---- log, evaluate, save ----
+        clock.append(time.perf_counter())
+        line = common.log_line(args, step, sums, norms, clock, teacher)
+        if held_out and step % args.eval_every == 0:
+            line["eval"] = held_out(model, step)
+            state = common.keep_best(state, line)
+        log.write(line, rollout.samples(tokenizer, rollouts, rewards, passes))
+        if step == args.steps or (args.save_every and step % args.save_every == 0):
+            checkpoint.save(args, step, model, tokenizer, optimizer, teacher, state)
+    return log.close()
+
+
+if __name__ == "__main__":
+    main(get_args())
