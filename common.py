@@ -276,12 +276,12 @@ def tally(sums, **values):
         sums[name][1] += value.numel()
 
 
-def log_line(args, step, sums, norms, clock, sampled, trained, teacher):
-    """The numbers of a step, the same on every rank. norms: of its optimizer steps; clock: its start,
-    end of sampling, end of training; sampled, trained: tokens of this rank."""
+def log_line(args, step, sums, norms, clock, sampled, teacher):
+    """The numbers of a step, the same on every rank. norms: of its optimizer steps; clock: its
+    start, end of sampling, end of training; sampled: response tokens of this rank."""
     made = [n for n in norms if n is not None]
     sums["loss"][1] = len(made) / world()  # each rank's share of as many means
-    values = all_sum([x for name in MEANS for x in sums[name]] + [sampled, trained])
+    values = all_sum([x for name in MEANS for x in sums[name]] + [sampled])
     line = {name: values[2 * i] / values[2 * i + 1] if values[2 * i + 1] else None
             for i, name in enumerate(MEANS)}
     sample_seconds, train_seconds = clock[1] - clock[0], clock[2] - clock[1]
@@ -289,7 +289,7 @@ def log_line(args, step, sums, norms, clock, sampled, trained, teacher):
             "grad_norm": sum(made) / len(made) if made else 0.0, "lr": learning_rate(args, step),
             "teacher_age": None if teacher is None else step - teacher.last_changed,
             "skipped": not made, "eval": None, "sample_seconds": sample_seconds,
-            "train_seconds": train_seconds, "sample_tokens_per_s": values[-2] / sample_seconds,
+            "train_seconds": train_seconds, "sample_tokens_per_s": values[-1] / sample_seconds,
             "train_tokens_per_s": values[-1] / train_seconds, "peak_memory_gb": peak_memory_gb()}
 
 
@@ -322,8 +322,9 @@ def watch(state, line):
         found["no target"] = "nothing to learn from in 50 steps"
     if seen["no gradient"] >= 10:
         found["no gradient"] = f"grad_norm under 1e-4 for 10 steps, now {line['grad_norm']:.1e}"
-    new = [kind for kind in found if kind not in state.setdefault("told", [])]
-    state["told"] += new
+    told = state.setdefault("told", [])
+    new = [kind for kind in found if kind not in told]
+    told += new
     return [f"step {line['step']}: {found[kind]}" for kind in new]
 
 

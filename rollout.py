@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache
 
+import losses
 import packing
 from common import fail, rank, world
 
@@ -35,135 +36,151 @@ class Rollout:
 
 
 def keyed_generator(*key):
-    """A CPU generator that is a function of its key, say (seed, "sample", step, row), and of nothing else."""
+    """A CPU generator that is a function of its key, say ("sample", seed, step, row), and of
+    nothing else."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
+# ---- text and tokens -----------------------------------------------------------------------------
+
 def encode(tokenizer, messages, think=False):
-    """Token ids of a chat up to the point where the assistant speaks. A tokenizer without a chat template gets plain
-    text: each message as "Role: content" and a blank line, then "Assistant:"."""
+    """Token ids of a chat, up to where the assistant speaks. A tokenizer without a chat template
+    gets plain text: every message as "Role: content" and a blank line, then "Assistant:"."""
     if tokenizer.chat_template:
-        return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, enable_thinking=think, tokenize=True, return_dict=False)
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True,
+                                             enable_thinking=think, return_dict=False)
     turns = [f"{m['role'].capitalize()}: {m['content']}\n\n" for m in messages]
     return tokenizer("".join(turns) + "Assistant:").input_ids
 
 
 def stop_ids(model, tokenizer):
-    """Ids that end a response: the tokenizer's EOS and all that the model's generation_config names."""
+    """Ids that end a response: the tokenizer's EOS, and all that generation_config names."""
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    named = named if isinstance(named, list) else [named]
-    ids = sorted({i for i in (*named, tokenizer.eos_token_id) if i is not None})
+    ids = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])} - {None}
     if not ids:
-        raise ValueError(f"{tokenizer.name_or_path}: no EOS token in tokenizer or generation_config: nothing stops it")
-    return ids
+        fail(f"--model {tokenizer.name_or_path}: has no EOS token; nothing would end a response")
+    return sorted(ids)
 
 
 def decode(tokenizer, ids, stop):
-    """A response as text, without its stop token and other special tokens."""
-    return tokenizer.decode(ids[:-1] if ids and ids[-1] in stop else ids, skip_special_tokens=True)
+    """A response as text. The stop token is left out; any other special token shows."""
+    return tokenizer.decode(ids[:-1] if ids[-1] in stop else ids)
 
 
-def pick(logits, uniform, temperature, top_p):
+# ---- sampling ------------------------------------------------------------------------------------
+
+def pick(logits, uniform, temperature=1.0, top_p=1.0):
     """Draw one token a row by the inverse CDF. logits (B, V), uniform (B,) in [0, 1).
 
-    Returns token, logprob, entropy, each (B,), of softmax(logits / temperature), cut to the smallest set of tokens
-    whose mass reaches top_p and renormalised (top_p = 1 leaves all). Temperature 0 takes the largest.
+    Returns token, log-probability and entropy, (B,) each, of softmax(logits / temperature), cut to
+    the fewest tokens that hold a mass of top_p and renormalised. Temperature 0 takes the largest.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logprobs = torch.log_softmax(logits / (temperature or 1.0), -1)
     if top_p < 1:
-        sorted_logprobs, order = logprobs.sort(-1, descending=True)
-        before = sorted_logprobs.exp().cumsum(-1) - sorted_logprobs.exp()  # mass of the tokens above this one
-        cut = torch.zeros_like(logprobs, dtype=torch.bool).scatter(-1, order, before >= top_p)
-        logprobs = torch.log_softmax(logprobs.masked_fill(cut, float("-inf")), -1)
+        ordered, order = logprobs.exp().sort(-1, descending=True)
+        above = ordered.cumsum(-1) - ordered  # the mass of the tokens that come before this one
+        cut = torch.zeros_like(logprobs, dtype=torch.bool).scatter(-1, order, above >= top_p)
+        logprobs = torch.log_softmax(logprobs.masked_fill(cut, -torch.inf), -1)
     probs = logprobs.exp()
     if temperature == 0:
         token = logits.argmax(-1)
     else:
-        cdf = probs.double().cumsum(-1)  # a float32 sum over 150,000 tokens would drop the small ones
-        token = torch.searchsorted(cdf, uniform[:, None].to(cdf) * cdf[:, -1:], right=True)[:, 0]
-        token = token.clamp(max=logits.shape[-1] - 1)
-    entropy = -torch.where(probs > 0, probs * logprobs, 0).sum(-1)
+        cdf = probs.double().cumsum(-1)  # in float32 a sum over 150,000 would lose the small ones
+        token = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)[:, 0]
+    entropy = torch.special.entr(probs).sum(-1)
     return token, logprobs.gather(-1, token[:, None])[:, 0], entropy
 
 
 @torch.inference_mode()
 def _sample_batch(model, prompts, uniforms, stop, temperature, top_p):
-    """prompts: N lists of ids; uniforms (R, max_new) with R = N * G. Returns tokens, logprobs, entropy, each
-    (R, max_new), and lengths (R,), all on the CPU."""
+    """prompts: lists of token ids; uniforms (R, max_new), R = len(prompts) * G. Returns tokens,
+    logprobs and entropy, (R, max_new) each, and lengths (R,), on the CPU."""
     device, (rows, max_new) = model.device, uniforms.shape
-    group = rows // len(prompts)
-    width = max(map(len, prompts))
+    group, width = rows // len(prompts), max(map(len, prompts))
     ids = torch.zeros(len(prompts), width, dtype=torch.long)
     mask = torch.zeros_like(ids)
-    for i, prompt in enumerate(prompts):  # padded on the left, so that the last column is everybody's last token
+    for i, prompt in enumerate(prompts):  # padded on the left: the last column is everyone's last
         ids[i, width - len(prompt):] = torch.tensor(prompt)
         mask[i, width - len(prompt):] = 1
     ids, mask, stop = ids.to(device), mask.to(device), torch.tensor(stop, device=device)
-    position = (mask.cumsum(1) - 1).clamp(min=0)  # padding does not count: absolute positions need this
+    position = (mask.cumsum(1) - 1).clamp(min=0)  # padding does not count, or GPT-2 goes wrong
     cache = DynamicCache(config=model.config)
-    named = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # its older name
+    names = inspect.signature(model.forward).parameters
+    keywords = {"cache" if "cache" in names else "past_key_values": cache}  # the older name
 
     def forward(ids, position):
         with packing.compute(model):
-            return model(input_ids=ids, position_ids=position, attention_mask=mask, use_cache=True,
-                         logits_to_keep=1, **{named: cache}).logits[:, -1]
+            return model(input_ids=ids, position_ids=position, attention_mask=mask,
+                         use_cache=True, logits_to_keep=1, **keywords).logits[:, -1]
 
-    logits = forward(ids, position).repeat_interleave(group, 0)  # one read of the prompt for G responses
+    logits = forward(ids, position).repeat_interleave(group, 0)  # a prompt is read once
     cache.batch_repeat_interleave(group)
-    mask, position = mask.repeat_interleave(group, 0), position[:, -1:].repeat_interleave(group, 0)
-    alive = torch.arange(rows)
+    mask, position = (x.repeat_interleave(group, 0) for x in (mask, position[:, -1:]))
+    wide = torch.promote_types(logits.dtype, torch.float32)
     tokens = torch.zeros(rows, max_new, dtype=torch.long)
-    logprobs, entropy = (torch.zeros(rows, max_new, dtype=torch.promote_types(logits.dtype, torch.float32))
-                         for _ in range(2))
-    lengths = torch.full((rows,), max_new)
+    logprobs, entropy = (torch.zeros(rows, max_new, dtype=wide) for _ in range(2))
+    lengths, alive = torch.zeros(rows, dtype=torch.long), torch.arange(rows)
     for t in range(max_new):
-        token, logprob, ent = pick(logits, uniforms[alive, t].to(device), temperature, top_p)
-        tokens[alive, t], logprobs[alive, t], entropy[alive, t] = token.cpu(), logprob.cpu(), ent.cpu()
-        going = ~torch.isin(token, stop)
-        if t + 1 == max_new or not going.any():
-            lengths[alive[~going.cpu()]] = t + 1
+        token, *values = pick(logits, uniforms[alive, t].to(device), temperature, top_p)
+        for out, value in zip((tokens, logprobs, entropy), (token, *values), strict=True):
+            out[alive, t] = value.cpu()
+        lengths[alive] = t + 1
+        going = (~torch.isin(token, stop)).nonzero()[:, 0]
+        if t + 1 == max_new or len(going) == 0:
             break
-        if not going.all():  # finished rows leave the batch
-            lengths[alive[~going.cpu()]] = t + 1
-            keep = going.nonzero()[:, 0]
-            cache.batch_select_indices(keep)
-            alive, mask, position, token = alive[keep.cpu()], mask[keep], position[keep], token[keep]
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-        position = position + 1
+        if len(going) < len(alive):  # finished rows leave the batch
+            cache.batch_select_indices(going)
+            alive, mask, position = alive[going.cpu()], mask[going], position[going]
+            token = token[going]
+        mask, position = torch.cat([mask, mask.new_ones(len(mask), 1)], 1), position + 1
         logits = forward(token[:, None], position)
     return tokens, logprobs, entropy, lengths
 
 
-def sample(model, tokenizer, prompts, numbers, group, max_new, key, temperature=1.0, top_p=1.0, tokens_at_once=2**18):
-    """Sample `group` responses to each prompt.
+def sample(model, tokenizer, prompts, numbers, group, max_new, key, temperature=1.0, top_p=1.0,
+           tokens_at_once=2**18):
+    """Sample `group` responses to each prompt: Rollouts in the prompts' order, siblings adjacent.
 
-    prompts: lists of token ids; numbers: the prompts' places in the global batch (a rank holds some of them), from
-    which rows are numbered; key: what the random numbers depend on beside the row, (seed, step). `tokens_at_once`
-    bounds the key-value cache: rows x (prompt + max_new). Returns Rollouts in the order of the prompts, siblings
-    adjacent.
+    prompts: lists of token ids; numbers: their places in the global batch, of which a rank has
+    some; key: what the random numbers depend on beside the row, say (seed, step). tokens_at_once
+    bounds the key-value cache, rows x (prompt + max_new).
     """
-    stop = stop_ids(model, tokenizer)
-    order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))  # like lengths together: little padding
-    done = {}
+    stop, done = stop_ids(model, tokenizer), {}
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))  # like lengths: less padding
     while order:
         room = max(1, tokens_at_once // (group * (len(prompts[order[0]]) + max_new)))
-        batch, order = order[:room], order[room:]
-        rows = [numbers[i] * group + g for i in batch for g in range(group)]
-        uniforms = torch.stack([torch.rand(max_new, generator=keyed_generator("sample", *key, row), dtype=torch.float64)
-                                for row in rows])
+        chosen, order = order[:room], order[room:]
+        rows = [numbers[i] * group + g for i in chosen for g in range(group)]
+        uniforms = torch.stack([torch.rand(max_new, dtype=torch.float64, generator=keyed_generator(
+            "sample", *key, row)) for row in rows])
         tokens, logprobs, entropy, lengths = _sample_batch(
-            model, [prompts[i] for i in batch], uniforms, stop, temperature, top_p)
-        for k, row in enumerate(rows):
-            n = int(lengths[k])
-            if logprobs[k, :n].isnan().any():
-                raise FloatingPointError(f"sampling {key}, row {row}: the model's logits are NaN")
+            model, [prompts[i] for i in chosen], uniforms, stop, temperature, top_p)
+        for k, (row, n) in enumerate(zip(rows, lengths.tolist(), strict=True)):
             ids = tokens[k, :n].tolist()
-            done[row] = Rollout(row, prompts[batch[k // group]], ids, logprobs[k, :n].clone(), entropy[k, :n].clone(),
-                                ids[-1] in stop, decode(tokenizer, ids, stop))
-    return [done[n * group + g] for n in numbers for g in range(group)]
+            if logprobs[k, :n].isnan().any():
+                raise FloatingPointError(f"{key}, row {row}: the student's logits are NaN")
+            done[row] = Rollout(row, prompts[chosen[k // group]], ids, logprobs[k, :n].clone(),
+                                entropy[k, :n].clone(), ids[-1] in stop, decode(tokenizer, ids, stop))
+    return [done[number * group + g] for number in numbers for g in range(group)]
+
+
+@torch.no_grad()
+def logprobs(model, rollouts, tokens_per_micro, pack=True):
+    """What a model gives the sampled tokens: (log-probabilities, entropies), a (T,) tensor a row."""
+    prompts, responses = [r.prompt for r in rollouts], [r.ids for r in rollouts]
+    out, size = [None] * len(rollouts), packing.chunk_size(model)
+    for rows in packing.micro_batches(range(len(rollouts)), [prompts], responses, tokens_per_micro):
+        hidden = packing.response_hidden(model, rows, prompts, responses, pack)
+        label = torch.tensor([t for i in rows for t in responses[i]], device=hidden.device).long()
+        parts = [losses.logprobs_and_entropy(packing.head(model, h), y)
+                 for h, y in zip(hidden.split(size), label.split(size), strict=True)]
+        columns = [torch.cat(part).cpu() for part in zip(*parts, strict=True)]
+        lengths = [len(responses[i]) for i in rows]
+        for i, *row in zip(rows, *(c.split(lengths) for c in columns if rows), strict=bool(rows)):
+            out[i] = row
+    return tuple(zip(*out, strict=True))
 
 
 # ---- the prompts of a run, and the rewards of its responses --------------------------------------

@@ -158,12 +158,11 @@ def main(args):
         rewards, feedback = rollout.score(task, rollouts, batch, args.group)
         prompts, responses = [r.prompt for r in rollouts], [r.ids for r in rollouts]
         common.tally(sums, **rollout.measure(rollouts, rewards, task))
-        clock.append(time.perf_counter())
         if args.ref_every and step % args.ref_every == 0:
-            (base,) = packing.response_logprobs(
-                reference.model, prompts, responses, read, budget, pack)
-            for r, logprobs in zip(rollouts, base, strict=True):
-                common.tally(sums, kl_ref=losses.kl_k3(r.logprobs, logprobs))
+            base, _ = rollout.logprobs(reference.model, rollouts, budget, pack)
+            kl = losses.kl_k3(torch.cat([r.logprobs for r in rollouts]), torch.cat(base))
+            common.tally(sums, kl_ref=kl)
+        clock.append(time.perf_counter())
 
         # ==== the algorithm's own: which tokens of which rows are learnt from ====
         seen, masks, cuts = targets(
@@ -174,8 +173,9 @@ def main(args):
         # ==== end ====
 
         # ---- learn: `updates` optimizer steps, each one sum over micro-batches and ranks ----
-        norms = []
-        for mini in torch.arange(len(rollouts)).chunk(args.updates):  # numbers of its rows
+        norms, size = [], len(rollouts) // args.updates
+        for first in range(0, len(rollouts), size):
+            mini = range(first, first + size)  # numbers of its rows
             weights, share = losses.aggregate_weights(
                 pad_sequence([masks[i] for i in mini], batch_first=True), args.agg)
             weights = dict(zip(mini, weights, strict=True))  # row -> (T,)
@@ -188,7 +188,7 @@ def main(args):
                 # ==== the algorithm's own: the loss of a token ====
                 with torch.no_grad():
                     told = packing.response_hidden(
-                        teacher.model, micro, seen, responses, args)[keep]
+                        teacher.model, micro, seen, responses, pack)[keep]
 
                 def token_loss(logits, at):  # (c, V) of the tokens `at`, (c,) -> (c,)
                     with torch.no_grad():
@@ -211,10 +211,11 @@ def main(args):
 
         # ---- log, evaluate, save ----
         clock.append(time.perf_counter())
-        line = common.log_line(args, step, sums, norms, clock, teacher)
+        line = common.log_line(
+            args, step, sums, norms, clock, sum(map(len, responses)), teacher)
         if held_out and step % args.eval_every == 0:
             line["eval"] = held_out(model, step)
-            state = common.keep_best(state, line)
+            state = eval.best(state, line)
         log.write(line, rollout.samples(tokenizer, rollouts, rewards, passes))
         if step == args.steps or (args.save_every and step % args.save_every == 0):
             checkpoint.save(args, step, model, tokenizer, optimizer, teacher, state)

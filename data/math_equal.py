@@ -21,12 +21,12 @@ UNIT_NAMES = {"inch": "in", "inche": "in", "foot": "ft", "feet": "ft", "meter": 
 def clean(text: str) -> str:
     r"""Typesetting removed: dollars round the whole, thin spaces, \left \right, display sizes."""
     text = text.strip().rstrip(".").strip()
-    while len(text) > 1 and text[0] == text[-1] == "$":
-        text = text[1:-1].strip()
+    while re.fullmatch(r"\$[^$]*\$|\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}", text, re.DOTALL):
+        text = text[1:-1].strip()  # the whole in dollars or in braces of its own
     text = re.sub(r"\\(?:displaystyle|left|right|limits|[bB]ig[lr]?)(?![A-Za-z])", "", text)
     text = re.sub(r"(?<=[0-9]),\\!\s*(?=[0-9])|(?<=[0-9])\{,\}(?=[0-9]{3})", ",", text)  # M02
     text = re.sub(r"(?<=[0-9])\\,(?=[0-9]{3}(?![0-9]))", "", text)
-    text = re.sub(r"\\[!,;:> ]|\\q?quad(?![a-z])|~|\xa0", " ", text)
+    text = re.sub(r"(?<!\\)\\[!,;:> ]|\\q?quad(?![a-z])|~|\xa0", " ", text)
     text = re.sub(r"\s*(?:\\?%|\\text\{\s*(?:\\?%|percent)\s*\}|\spercent)$", "%", text)
     for old, new in (("\u2212", "-"), ("\\degree", "^\\circ"), ("\u00b0", "^\\circ"),
                      ("\\varnothing", "\\emptyset"), ("\u221e", "\\infty"), ("\u03c0", "\\pi ")):
@@ -111,7 +111,7 @@ def _same(gold: str, answer: str) -> bool:
     if integer(gold) and integer(answer):
         return integer(gold) == integer(answer)
     dots = r"\\[lc]?dots[cb]?|\.\.\."
-    if re.search(dots, gold + answer):  # CONVENTION: sequences with dots must be written alike (M12)
+    if re.search(dots, gold + answer):  # CONVENTION: a sequence with dots is compared as text (M12)
         gold, answer = (re.sub(r"[\s{}]", "", re.sub(dots, "...", text)) for text in (gold, answer))
         return gold == answer
     if ":" in gold and ":" in answer:  # CONVENTION: ratios and times are equal part by part (M49)

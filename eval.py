@@ -1,0 +1,218 @@
+"""Evaluation: n samples for every prompt of every benchmark, scored, with an honest error.
+
+    mean@n   mean reward of all samples; its standard error is over prompts, since the samples of
+             one prompt are not independent
+    pass@k   chance that one of k samples is right, unbiased: 1 - C(n-c, k) / C(n, k) for a prompt
+             with c of n right (arXiv:2107.03374)
+    maj@n    reward of the answer that most samples of a prompt give; tied answers share
+
+    python eval.py --tiny --model runs/x/ckpt-000060 --baseline tiny
+    python eval.py --model DIR --tasks aime24,math500 --n 16 --out eval.json
+    torchrun --nproc_per_node 8 eval.py --model DIR --tasks paper --baseline Qwen/Qwen3-4B
+
+Samples are drawn at T 0.6, top-p 0.95, as in the paper; the output says so. --baseline scores a
+second model on the same prompts under the same settings, and adds relative gain and forgetting.
+"""
+import argparse
+import json
+import time
+from collections import Counter
+from math import comb
+from pathlib import Path
+
+import torch
+
+import checkpoint
+import common
+import data
+import rollout
+
+TINY = dict(model="tiny", tasks="tiny", n=8, max_new=64, max_prompt=160, limit=128)
+
+
+def evaluate(model, tokenizer, task, rows, args, n, key, temperature, top_p):
+    """Sample and score n responses to each row. The ranks share the work and all get every record,
+    one a prompt, in order: {"id", "rewards", "answers", "lengths", "finished", "responses"}."""
+    mine = list(enumerate(rows))[common.rank()::common.world()]
+    with common.gathered(model):
+        rollouts = rollout.sample(model, tokenizer, [row["ids"] for _, row in mine],
+                                  [i for i, _ in mine], n, args.max_new, key, temperature, top_p)
+    rewards, _ = rollout.score(task, rollouts, mine, n)
+    records = []
+    for k, (i, row) in enumerate(mine):
+        own = rollouts[k * n:(k + 1) * n]
+        texts = [row["opened"] + r.text for r in own]
+        records.append((i, {"id": row["id"], "rewards": rewards[k * n:(k + 1) * n].tolist(),
+                            "answers": [task.answer_of(text) for text in texts],
+                            "lengths": [len(r.ids) for r in own],
+                            "finished": [r.finished for r in own], "responses": texts}))
+    return [record for _, record in sorted(common.gather(records), key=lambda pair: pair[0])]
+
+
+def summary(records):
+    """The numbers of one benchmark, as fractions; the README's glossary explains them."""
+    n, prompts = len(records[0]["rewards"]), len(records)
+    means = torch.tensor([sum(r["rewards"]) / n for r in records], dtype=torch.float64)
+    right = [sum(x == 1 for x in r["rewards"]) for r in records]
+
+    def share(name, test):
+        return sum(test(x) for r in records for x in r[name]) / (n * prompts)
+
+    return {"mean": means.mean().item(), "prompts": prompts, "n": n,
+            "se": (means.std() / prompts**0.5).item() if prompts > 1 else None,
+            "pass": {str(k): sum(pass_at_k(n, c, k) for c in right) / prompts
+                     for k in sorted({1, 2, 4, 8, 16, 32, 64, n}) if k <= n},
+            "maj": sum(majority(r["answers"], r["rewards"]) for r in records) / prompts,
+            "length": share("lengths", float),
+            "frac_truncated": share("finished", lambda finished: not finished),
+            "frac_answered": share("answers", lambda answer: answer is not None)}
+
+
+def pass_at_k(n, c, k):
+    """Chance that k of n samples, drawn without replacement, hold one of the c right ones."""
+    return 1 - comb(n - c, k) / comb(n, k)
+
+
+def majority(answers, rewards):
+    """Mean reward of the most frequent answer, over all of them where several tie; 0 without any."""
+    votes = Counter(answer for answer in answers if answer is not None)
+    winners = {answer for answer in votes if votes[answer] == max(votes.values())}
+    own = [reward for answer, reward in zip(answers, rewards, strict=True) if answer in winners]
+    return sum(own) / len(own) if own else 0.0
+
+
+def relative(score, base):
+    """(score - base) / base, or None where base is 0: only the difference means anything there."""
+    return (score - base) / base if base else None
+
+
+# ---- within a run --------------------------------------------------------------------------------
+
+def held_out(args, tokenizer):
+    """For the train files: a function (model, step) -> mean reward at T = 1 on held-out prompts of
+    the task that is trained, or None where --eval_every is 0."""
+    if not args.eval_every:
+        return None
+    task, sources = data.TASKS[args.task], [args.eval_data] if args.eval_data else [
+        source for _, source, _, _, domain in data.BENCHMARKS.values()
+        if domain == args.task and (source == "tiny") == (args.data == "tiny")]
+    rows = [row for source in sources
+            for row in read(task, source, "test", tokenizer, args, args.eval_prompts)]
+    if not rows:
+        common.fail(f"--task {args.task}: no benchmark of its own; give --eval_data or "
+                    "--eval_every 0")
+
+    def run(model, step):
+        records = evaluate(model, tokenizer, task, rows, args, args.eval_n,
+                           ("eval", args.seed, step), 1.0, 1.0)
+        return summary(records)["mean"]
+    return run
+
+
+def best(state, line):
+    """A run's state, with the step that scored best so far; its checkpoint is always kept."""
+    if line["eval"] > state.get("best_eval", -1.0):
+        state = {**state, "best_eval": line["eval"], "best_step": line["step"]}
+    return state
+
+
+def read(task, source, split, tokenizer, args, limit):
+    """Rows of a benchmark whose prompt fits; exits with 2 and the reason where there are none."""
+    try:
+        rows = task.load(source, split, limit=limit or None, seed=args.seed)
+    except ValueError as error:
+        common.fail(f"{source}: {error}")
+    return rollout.fitting(rows, task, tokenizer, args)
+
+
+# ---- the script ----------------------------------------------------------------------------------
+
+def get_args(argv=None):
+    parser = common.Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add = parser.add_argument_group("what").add_argument
+    add("--model", default="Qwen/Qwen3-4B", help="hub id, Hugging Face folder, .gguf file, or tiny")
+    add("--tasks", default="paper", help="benchmarks with commas between them, or paper, or tiny")
+    add("--source", help="for one benchmark: take its rows from this .jsonl file or hub id")
+    add("--baseline", help="another model, to compare with on the same prompts")
+    add("--tiny", action="store_true", help="the six laptop-scale benchmarks")
+    add = parser.add_argument_group("how").add_argument
+    add("--n", type=int, default=16, help="samples to a prompt")
+    add("--temperature", type=float, default=0.6, help="0: the most likely token")
+    add("--top_p", type=float, default=0.95, help="1: nothing is cut off")
+    add("--think", action="store_true", help="the chat template's thinking switch")
+    add("--limit", type=int, default=0, help="prompts of each benchmark (0: all)")
+    add("--max_prompt", type=int, default=2048, help="longer prompts are dropped and counted")
+    add("--max_new", type=int, default=8192, help="longest response, in tokens")
+    add("--dtype", default="auto", choices=["auto", *common.DTYPES], help="auto: bf16 on CUDA")
+    add("--fsdp", default="off", choices=["on", "off"], help="shard the model over the ranks")
+    add("--seed", type=int, default=0, help="of the samples, and of what a benchmark draws")
+    add("--out", default="eval.json", help="scores; the samples go to the .jsonl beside it")
+    args = parser.parse_args(argv)
+    if args.tiny:
+        parser.set_defaults(**TINY)
+        args = parser.parse_args(argv)
+    if args.tasks in ("paper", "tiny"):
+        args.tasks = ",".join(name for name, (_, source, *_) in data.BENCHMARKS.items()
+                              if (source == "tiny") == (args.tasks == "tiny"))
+    for name in args.tasks.split(","):
+        if name not in data.BENCHMARKS:
+            parser.error(f"--tasks {name}: must be of {', '.join(data.BENCHMARKS)}")
+    if args.source and "," in args.tasks:
+        parser.error("--source: goes with one benchmark in --tasks")
+    if args.n < 1 or args.limit < 0 or args.max_new < 1 or args.max_prompt < 1:
+        parser.error("--n, --max_new, --max_prompt: must be at least 1; --limit: not negative")
+    if not args.temperature >= 0 or not 0 < args.top_p <= 1:
+        parser.error("--temperature: must not be negative; --top_p: must lie in (0, 1]")
+    return args
+
+
+def main(args):
+    """Evaluate, print a table, write args.out and the samples. Returns what args.out holds."""
+    device = common.setup(args)
+    result, lines = {**common.describe(args), "scores": {}}, []
+    for role, name in (("baseline", args.baseline), ("model", args.model)):
+        if name is None:
+            continue
+        model, tokenizer = checkpoint.load_model(name)
+        model = common.distribute(model, args, device, train=False)
+        for benchmark in args.tasks.split(","):
+            domain, source, split, _, _ = data.BENCHMARKS[benchmark]
+            task, began = data.TASKS[domain], time.perf_counter()
+            rows = read(task, args.source or source, split, tokenizer, args, args.limit)
+            records = evaluate(model, tokenizer, task, rows, args, args.n, ("eval", args.seed),
+                               args.temperature, args.top_p)
+            score = {**summary(records), "seconds": time.perf_counter() - began}
+            result["scores"].setdefault(benchmark, {})[role] = score
+            lines += [{"model": name, "benchmark": benchmark, **record} for record in records]
+    for score in result["scores"].values():
+        if args.baseline:
+            new, base = score["model"]["mean"], score["baseline"]["mean"]
+            change = relative(new, base)
+            score |= {"difference": new - base, "relative": change,
+                      "gain": None if change is None else max(change, 0.0),
+                      "forgetting": None if change is None else max(-change, 0.0)}
+    if common.rank() == 0:
+        out = Path(args.out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.with_suffix(".jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in lines))
+        out.write_text(json.dumps(result, indent=1) + "\n")
+        print(table(result["scores"]))
+    return result
+
+
+def table(scores):
+    """The scores as text, in percent."""
+    head = ("benchmark", "model", "mean", "± se", "pass@n", "maj@n", "answered", "cut off", "tokens")
+    lines = ["{:16}{:>9}{:>8}{:>7}{:>8}{:>8}{:>10}{:>9}{:>8}".format(*head)]
+    for benchmark, roles in scores.items():
+        for role, s in roles.items():
+            if role in ("model", "baseline"):
+                values = (s["mean"], s["se"] or 0, s["pass"][str(s["n"])], s["maj"],
+                          s["frac_answered"], s["frac_truncated"])
+                lines.append("{:16}{:>9}{:8.1f}{:7.1f}{:8.1f}{:8.1f}{:10.1f}{:9.1f}{:8.1f}".format(
+                    benchmark, role, *(100 * v for v in values), s["length"]))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main(get_args())
