@@ -8,7 +8,7 @@ in which the article "a" is an A; ours reads the last \boxed{..} after the reaso
 import random
 from types import NoneType
 
-from data import hub
+from data import hub, tiny_rows
 
 TRAIN = None
 THINK_TAGS = ("<think>", "</think>")
@@ -50,3 +50,23 @@ def score(response: str, answer: str) -> tuple[float, str]:
 def render(answer: str) -> str:
     """A perfect response."""
     return f"The right option is {answer}. The answer is \\boxed{{{answer}}}."
+
+
+CAPITALS = {"Norway": ("Oslo", .4), "Italy": ("Rome", .3), "France": ("Paris", .3), "Peru": ("Lima", .6),
+            "Egypt": ("Cairo", .5), "Japan": ("Tokyo", .4), "India": ("Delhi", .5),
+            "Ecuador": ("Quito", .7), "Switzerland": ("Bern", .6), "Korea": ("Seoul", .6)}
+
+
+def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
+    """Half the facts of tiny science under another question and answer format (near that domain),
+    half capitals, which no trained domain asks for (far)."""
+
+    def draw(rng):
+        near = rng.random() < .5
+        return tiny_rows.choice(
+            rng, tiny_rows.ELEMENTS if near else CAPITALS,
+            "Name what {fact}." if near else "What is the capital of {fact}?",
+            "here {option} {fact}" if near else "here {option} is the capital of {fact}",
+            "\\boxed{LETTER}")
+
+    return tiny_rows.collect("knowledge", split, n, seed, draw)

@@ -9,7 +9,7 @@ import json
 import re
 from types import NoneType
 
-from data import hub
+from data import hub, tiny_rows
 
 TRAIN = None
 THINK_TAGS = ("<think>", "</think>")
@@ -71,25 +71,25 @@ def score(response: str, answer: str | dict) -> tuple[float, str]:
     text = hub.after_thinking(response)
     if text is None:
         return 0.0, "The reasoning was never closed, so there is no answer after it."
-    found = _last_json(text)
-    if found is None:
-        return 0.0, "There is no complete JSON object in the answer."
-    grid = found.get("solution", found)
-    if not isinstance(grid, dict) or not all(isinstance(grid.get(house), dict) for house in answer):
+    grid = _last_grid(text)
+    if grid is None:
+        return 0.0, "There is no complete JSON object in the format of the template in the answer."
+    if not all(isinstance(grid.get(house), dict) for house in answer):
         return 0.0, "The JSON object does not hold every house of the template."
     wrong = sum(str(grid[house].get(name, "")).strip().lower() != str(value).strip().lower()
                 for house, line in answer.items() for name, value in line.items())
-    return (1.0, "") if not wrong else (0.0, f"{wrong} cells of the grid are wrong or missing.")
+    return (1.0, "") if not wrong else (0.0, f"{wrong} cell(s) of the grid are wrong or missing.")
 
 
-def _last_json(text: str) -> dict | None:
-    decoder, at, found = json.JSONDecoder(), 0, None
-    while start := re.compile(r'\{\s*"').search(text, at):
+def _last_grid(text: str) -> dict | None:
+    """The last complete JSON object whose first key is a house: the grid, alone or in "solution"."""
+    starts = [match.start() for match in re.finditer(r'\{\s*"House \d', text)]
+    for start in starts[:-20:-1]:  # from the end; a collapsed model opens thousands
         try:
-            found, at = decoder.raw_decode(text, start.start())
+            return json.JSONDecoder().raw_decode(text, start)[0]
         except (ValueError, RecursionError):  # unfinished, or nested past Python's limit
-            at = start.start() + 1
-    return found
+            continue
+    return None
 
 
 def render(answer: str | dict) -> str:
@@ -97,3 +97,47 @@ def render(answer: str | dict) -> str:
     if isinstance(answer, dict):
         return json.dumps({"reasoning": "By the clues.", "solution": answer}, ensure_ascii=False)
     return f"By the clues it is {answer}. The answer is \\boxed{{{answer}}}."
+
+
+# ---- the download-free version ---------------------------------------------------------------
+
+ORDERS = {"older": ("oldest", "youngest"), "taller": ("tallest", "shortest"),
+          "faster": ("fastest", "slowest")}
+
+
+def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
+    """Half the order of three people from two comparisons (far from every trained domain), half
+    which of two has more, by the sums of tiny math (near it). Answered by a boxed letter."""
+
+    def draw(rng):
+        far = rng.random() < .5
+        names = rng.sample(tiny_rows.NAMES, 3 if far else 2)
+        letters = dict(zip(rng.sample(names, len(names)), "ABC"))
+        if far:
+            more, top = rng.choice(list(ORDERS)), rng.random() < .5
+            links = [f"{a} is {more} than {b}." for a, b in zip(names, names[1:])]
+            question = f"{' '.join(rng.sample(links, 2))} Who is {ORDERS[more][not top]}?"
+            best = names[0 if top else 2]
+        else:
+            sums = [(rng.randint(20, 89), rng.randint(2, 9)) for _ in names]
+            totals = dict(zip(names, map(sum, sums)))
+            question = " ".join(f"{name} has {a} + {b}." for name, (a, b) in zip(names, sums))
+            question += " Who has most?"
+            best = max(names, key=totals.get)
+
+        def work(name):
+            if far:
+                said = (f"{' > '.join(names)}, so {name}",
+                        f"{name} is at the {'top' if name == names[0] else 'end'}")
+            else:
+                said = (", ".join(f"{a} + {b} = {a + b}" for a, b in sums) + f", so {name}",
+                        f"{name} has {totals[name]}")
+            return [f"{text}\n\\boxed{{{letters[name]}}}" for text in said]
+
+        def finish():
+            wrong = work(rng.choice([name for name in names if name != best]))
+            return letters[best], *work(best), rng.choice(wrong), .5 if far else .4
+
+        return question + "".join(f"\n{c}. {name}" for name, c in letters.items()), finish
+
+    return tiny_rows.collect("logic", split, n, seed, draw)

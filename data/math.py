@@ -10,7 +10,7 @@ The authors' scorer sees the last 100 characters only, so that a long boxed answ
 """
 import re
 
-from data import hub, math_equal, math_workers
+from data import hub, math_equal, math_workers, tiny_rows
 
 TRAIN = "dapo"
 THINK_TAGS = ("<think>", "</think>")
@@ -110,3 +110,44 @@ def score(response: str, answer: str) -> tuple[float, str]:
 def render(answer: str) -> str:
     """A perfect response."""
     return f"The answer is \\boxed{{{answer}}}."
+
+
+# ---- the download-free version ---------------------------------------------------------------
+
+THINGS = "apples books coins cards pens eggs".split()
+VERBS = {"finds": (1, .25), "buys": (1, .4), "wins": (1, .15),  # verb: (sign, how hard it is)
+         "loses": (-1, .25), "sells": (-1, .4), "eats": (-1, .15)}
+
+
+def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
+    """Two-step sums in words. A wrong working takes a step the wrong way, or slips at the tens."""
+
+    def draw(rng):
+        start, name, things = rng.randint(20, 79), rng.choice(tiny_rows.NAMES), rng.choice(THINGS)
+        steps = [(verb, rng.randint(2, 9)) for verb in rng.sample(list(VERBS), 2)]
+        (first, a), (second, b) = steps
+        hard = [VERBS[verb][1] for verb, _ in steps]
+
+        def work(slips):
+            total, sums, words = start, [], []
+            for (verb, k), slip in zip(steps, slips):
+                sign = VERBS[verb][0] * (-1 if slip == "sign" else 1)
+                new = total + sign * k + (rng.choice((-10, 10)) if slip == "tens" else 0)
+                sums.append(f"{total} {'+' if sign > 0 else '-'} {k} = {new}")
+                words.append(f"{'add' if sign > 0 else 'take'} {k} gives {new}")
+                total = new
+            return total, *(f"{', '.join(said)}\n\\boxed{{{total}}}" for said in (sums, words))
+
+        def finish():
+            total, right, also = work(("", ""))
+            wrong = total
+            while wrong == total:
+                slips = [rng.choice(("sign", "sign", "tens")) if rng.random() < h else "" for h in hard]
+                wrong, *texts = work(slips)
+            return (str(total), right, also, rng.choice(texts),
+                    1 - (1 - hard[0]) * (1 - hard[1]))
+
+        return (f"{name} has {start} {things}, {first} {a}, then {second} {b}."
+                f" How many {things} does {name} have?", finish)
+
+    return tiny_rows.collect("math", split, n, seed, draw)
