@@ -10,7 +10,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from data import hub
+from data import bfcl, hub, tiny_rows
+from data.bfcl import canonical
 
 TRAIN = "toolalpaca"
 THINK_TAGS = ("<think>", "</think>")
@@ -102,19 +103,10 @@ def _possible_answers(path: str) -> dict:
 
 
 def _bfcl_row(row: dict, gold: dict) -> dict:
-    """A BFCL question in the words of the paper's author; the answer keeps the functions, whose
-    types and required parameters the official rule needs."""
-    text = ""
-    for function in row["function"]:
-        required = function["parameters"].get("required", [])
-        parameters = {name: f"{schema['type']}{'' if name in required else ' (optional)'}. "
-                            f"{schema.get('description', '')}"
-                      for name, schema in function["parameters"]["properties"].items()}
-        text += (f"{function['name']}: {function['description']}\n"
-                 f"Parameters: {json.dumps(parameters)}\n"
-                 "Output: Successful response.\n - Format: application/json\n")
+    """The answer keeps the functions: the official rule needs types and required parameters."""
     about = "A set of functions/tools that you can use to answer the user's question."
-    prompt = PROMPT.format(space="", name="Tools", description=about, documentation=text,
+    prompt = PROMPT.format(space="", name="Tools", description=about,
+                           documentation=bfcl.documentation(row["function"]),
                            question=row["question"][0][-1]["content"])
     answer = {"functions": row["function"], "ground_truth": gold[row["id"]]}
     return _row(prompt, answer, row["id"])
@@ -142,23 +134,13 @@ def parse(text: str) -> list[tuple[str, object, str]]:
         if begin := INPUT.match(text, position):
             try:
                 arguments, position = json.JSONDecoder().raw_decode(text, begin.end())
-                wrong = "" if isinstance(arguments, dict) else "its Action Input is no JSON object"
-            except (ValueError, RecursionError):  # the first one decides the reward: stop, so that
-                return [*calls, (name, None, "its Action Input is not valid JSON")]  # time is linear
+                wrong = "" if isinstance(arguments, dict) else "its Action Input is no object"
+            except (ValueError, RecursionError):  # decides the reward; and so time is linear
+                return [*calls, (name, None, "its Action Input is not valid JSON")]
         else:
             wrong = "no line 'Action Input: {..}' follows it"
         calls.append((name, arguments, wrong))
     return calls
-
-
-def canonical(value):
-    """Hashable, and equal for equal JSON values. CONVENTIONS: true is not 1 (T09); 1 and 1.0 are
-    one JSON number; strings are compared exactly; lists have an order, objects none (T10)."""
-    if isinstance(value, dict):
-        return "object", frozenset((key, canonical(item)) for key, item in value.items())
-    if isinstance(value, list):
-        return "list", tuple(canonical(item) for item in value)
-    return isinstance(value, bool), value
 
 
 def _calls(answer) -> list[tuple[str, dict]]:
@@ -185,7 +167,7 @@ def score(response: str, answer) -> tuple[float, str]:
         wanted = Counter((name, canonical(arguments)) for name, arguments in gold)
         for n, (name, arguments, wrong) in enumerate(calls, 1):
             if not wrong and isinstance(answer, dict):
-                wrong = bfcl_fault(answer, name, arguments) if n == 1 else "one call is enough here"
+                wrong = bfcl.fault(answer, name, arguments) if n == 1 else "one call is enough here"
             elif not wrong:
                 key = name, canonical(arguments)
                 if wanted[key] == 0:
@@ -199,84 +181,57 @@ def score(response: str, answer) -> tuple[float, str]:
         return 0.0, f"The calls could not be compared ({type(error).__name__})."
 
 
-TYPES = {"string": str, "any": str, "integer": int, "float": float, "boolean": bool,
-         "array": list, "tuple": list, "dict": dict}
-
-
-def bfcl_fault(answer: dict, name: str, arguments: dict) -> str:
-    """What BFCL's AST rule (bfcl-eval 2026.3.23, Python) finds wrong with a call, "" if nothing:
-    the right name, all required parameters, none unknown, each value of its exact type (an integer
-    may stand for a float) and among the allowed ones; "" among them: it may be left out.
-    CONVENTION: true is never 1, the one difference to the official code."""
-    (wanted, allowed), = answer["ground_truth"][0].items()
-    if name != wanted:
-        return "this tool is not the right one here"
-    parameters = next(f["parameters"] for f in answer["functions"] if f["name"] == wanted)
-    for key, value in arguments.items():
-        if key not in parameters["properties"] or key not in allowed:
-            return f"parameter {key[:80]!r} is not expected"
-        if not _allowed(value, allowed[key], parameters["properties"][key]):
-            return f"parameter {key[:80]!r} has a wrong type or value"
-    needed = {key for key, options in allowed.items() if "" not in options}
-    missing = needed.union(parameters.get("required", [])) - set(arguments)
-    return "a parameter is missing" if missing else ""
-
-
-def _allowed(value, options: list, schema: dict) -> bool:
-    kind, inner = TYPES[schema["type"]], schema.get("items", {}).get("type")
-    value = float(value) if schema["type"] == "float" and type(value) is int else value
-    gold = next((type(option) for option in options if option != ""), kind)
-    if type(value) is not kind or gold is not kind:  # the gold names a variable, not a value
-        return type(value) in (kind, gold) and canonical(value) in map(canonical, options)
-    if kind is dict:
-        return any(_dict_allowed(value, option) for option in options)
-    if kind is list:
-        lists = [option or [] for option in options]  # the official code reads "" as [] here
-        if inner == "dict":
-            return any(len(value) == len(option) and all(map(_dict_allowed, value, option))
-                       for option in lists)
-        typed = [{*map(type, value)} <= {TYPES[inner], *map(type, option[:1])} for option in lists]
-        return (any(typed) or "" in options) and _among(value, lists)
-    return _among(value, options)
-
-
-def _dict_allowed(value, option) -> bool:
-    """A dict against one allowed dict, which holds lists of allowed values."""
-    return (isinstance(value, dict) and isinstance(option, dict) and set(value) <= set(option)
-            and all(_among(item, option[key]) for key, item in value.items())
-            and all(key in value or "" in options for key, options in option.items()))
-
-
-def _among(value, options: list) -> bool:
-    return canonical(_loose(value)) in [canonical(_loose(option)) for option in options]
-
-
-def _loose(value):
-    """BFCL ignores case, spaces, ,./-_*^ and the kind of quotes in strings and lists of them."""
-    if isinstance(value, str):
-        return re.sub(r"[ ,./\-_*^]", "", value).lower().replace("'", '"')
-    if isinstance(value, list):
-        return [_loose(item) if isinstance(item, str) else item for item in value]
-    return value
-
-
-def _first(options: list):
-    """BFCL: the first allowed value; inside dicts, whose values are lists of them, likewise."""
-    value = options[0]
-    if isinstance(value, list):
-        return [_first([item]) for item in value]
-    if isinstance(value, dict):
-        return {key: _first(item) for key, item in value.items() if item[0] != ""}
-    return value
-
-
 def render(answer) -> str:
     """The gold calls as a perfect response (BFCL: the first allowed values)."""
     answer = json.loads(answer) if isinstance(answer, str) else answer
     if isinstance(answer, dict):
-        (name, options), = answer["ground_truth"][0].items()
-        answer = [{"Action": name, "Action_Input": _first([options])}]
+        answer = [bfcl.gold_call(answer)]
     return "\n".join(
         f"Thought: I call {call['Action']}.\nAction: {call['Action']}\nAction Input: "
         + (text if isinstance(text := call["Action_Input"], str) else json.dumps(text))
         for call in answer)
+
+
+# ---- the download-free version ---------------------------------------------------------------
+
+TOOLS = {  # name: (kinds of its arguments, a request, the word that tells it from its twin, hard)
+    "trains": ("from to", "by rail from {} to {}", "rail", .4),
+    "flights": ("from to", "by air from {} to {}", "air", .6),
+    "weather": ("city day", "the sun and rain in {} on {}", "rain", .35),
+    "events": ("city day", "a concert in {} on {}", "concert", .6),
+    "rooms": ("city guests", "beds in {} for {}", "beds", .4),
+    "tables": ("city guests", "dinner in {} for {}", "dinner", .7)}
+ARGUMENTS = {"from": ("start", "origin"), "to": ("end", "target"), "city": ("city", "place"),
+             "day": ("day", "date"), "guests": ("guests", "count")}
+DAYS = "Monday Tuesday Friday Sunday".split()
+
+
+def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
+    """One call to one of three listed tools: a pair with the same arguments, and another. Names of
+    arguments change from row to row. A wrong call takes the twin, or swaps the two values."""
+
+    def draw(rng):
+        name = rng.choice(list(TOOLS))
+        kinds, request, _, hard = TOOLS[name]
+        twin, = (tool for tool in TOOLS if tool != name and TOOLS[tool][0] == kinds)
+        third = rng.choice([tool for tool in TOOLS if TOOLS[tool][0] != kinds])
+        listed = {tool: [rng.choice(ARGUMENTS[kind]) for kind in TOOLS[tool][0].split()]
+                  for tool in rng.sample([name, twin, third], 3)}
+        city, other = rng.sample(tiny_rows.CITIES, 2)
+        values = [city, {"to": other, "day": rng.choice(DAYS)}.get(kinds.split()[1], rng.randint(2, 9))]
+
+        def work(tool, values):
+            call = json.dumps(dict(zip(listed[tool], values)))
+            tail = f"\nAction: {tool}\nAction Input: {call}"
+            return (f"this is about {TOOLS[tool][2]}{tail}",
+                    f"{tool} needs {' and '.join(listed[tool])}{tail}"), call
+
+        def finish():
+            (right, also), call = work(name, values)
+            wrong, _ = work(twin, values) if rng.random() < 2 / 3 else work(name, values[::-1])
+            return [{"Action": name, "Action_Input": call}], right, also, rng.choice(wrong), hard
+
+        tools = ", ".join(f"{tool}({', '.join(names)})" for tool, names in listed.items())
+        return f"Tools: {tools}\nQuestion: I need {request.format(*values)}", finish
+
+    return tiny_rows.collect("tooluse", split, n, seed, draw)

@@ -1,0 +1,198 @@
+"""The sandbox's own process: walls itself in, forks the program, waits, kills, reports.
+
+sandbox.py compiles this file once and sends it, with the program behind it, to a fresh `python -S`;
+it is never imported. argv: fd of this code and the program, mode, the trainer's pid, fd for the
+report, working directory, Python's base prefix, seconds, megabytes, bytes of files and output.
+"""
+import _signal as signal  # the public module costs 7 ms
+import os
+import resource
+import sys
+
+import __main__
+
+program = __main__.file.read().decode("utf-8", "surrogatepass")
+__main__.file.close()
+mode, parent, status, box, prefix, seconds, memory, size = sys.argv[2:]
+status, memory, size, child = int(status), int(memory) << 20, int(size), 0
+linux, root = sys.platform == "linux", os.getuid() == 0
+if linux:
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+
+
+def call(name, *args):
+    args = [os.fsencode(a) if isinstance(a, str) else a for a in args]
+    if getattr(libc, name)(*args) < 0:
+        raise OSError(ctypes.get_errno(), f"{name}{args}: {os.strerror(ctypes.get_errno())}")
+
+
+def end(text):
+    os.write(status, text.encode("utf-8", "replace")[:500])
+    os._exit(0)
+
+
+def clean_up():
+    """SIGKILL to the program and all its descendants, until none is left."""
+    while True:
+        pids = {child}
+        if mode == "subreaper" and linux:  # orphans become children of this process
+            with open(f"/proc/self/task/{os.getpid()}/children") as file:
+                pids.update(map(int, file.read().split()))
+        for pid in pids:
+            try:
+                (os.kill if linux else os.killpg)(pid, 9)
+            except (ProcessLookupError, PermissionError):
+                pass  # it has just ended
+        try:
+            while os.waitpid(-1, 0 if mode == "namespaces" else os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+
+
+def stop(signum, frame):
+    """Time is up (SIGALRM), or the trainer died (SIGTERM)."""
+    if child:
+        clean_up()
+    if os.getppid() != int(parent):
+        import shutil
+        shutil.rmtree(box, ignore_errors=True)
+    end("timeout")
+
+
+def unshare():
+    uid, gid = os.getuid(), os.getgid()
+    call("unshare", 0x68000000 | (0 if root else 0x10000000))  # PID, network, IPC; user
+    if not root:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"65534 {uid} 1"),
+                           ("gid_map", f"65534 {gid} 1")):
+            with open("/proc/self/" + name, "w") as file:
+                file.write(text)
+
+
+def wall_in():
+    """A root of its own, in memory: the libraries, read only, /proc and an empty /tmp."""
+    call("unshare", 0x20000)  # mounts
+    call("mount", b"none", b"/", None, 0x44000, None)  # private, recursively
+    call("mount", b"tmpfs", box, b"tmpfs", 0x6, b"size=%d,nr_inodes=4096,mode=755" % size)
+    top = box + "/root"
+    for path in dict.fromkeys((prefix + "/lib", "/lib", "/lib64", "/usr/lib", "/dev/null",
+                               "/dev/urandom")):
+        os.makedirs(top + os.path.dirname(path), exist_ok=True)
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), top + path)
+        elif os.path.exists(path):
+            os.mkdir(top + path) if os.path.isdir(path) else open(top + path, "w").close()
+            call("mount", path, top + path, None, 0x5000, None)  # bind, recursively
+            kept = os.statvfs(path).f_flag  # a user namespace may not clear flags
+            kept = kept & 0xc0e | (1 << 21 if kept & 4096 else 0)
+            call("mount", None, top + path, None, 0x1021 | kept, None)  # read only
+    os.mkdir(top + "/proc")
+    try:
+        call("mount", b"proc", top + "/proc", b"proc", 0xe, None)
+    except OSError:
+        pass  # some containers refuse it: no /proc at all, then
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        os.symlink(f"/proc/self/fd/{number}", f"{top}/dev/{name}")
+    os.mkdir(top + "/tmp")
+    os.chmod(top + "/tmp", 0o1777)
+    os.chdir(box)
+    call("pivot_root", b".", b".")
+    call("umount2", b".", 2)
+    os.chroot("/root")  # below the root mount: the kernel refuses user namespaces from here
+    os.chdir("/tmp")
+
+
+def drop():
+    """Limits, then privileges, in the program's own process."""
+    uid = os.getuid()
+    if root:  # a user for each program: the kernel counts processes by user
+        os.setgroups([])
+        for uid in (2000000 + launcher, 65534):
+            try:
+                os.setgid(uid)
+                break
+            except OSError:
+                continue  # a container without such a user
+    for name, limit in (("CPU", int(float(seconds)) + 1), ("AS", memory), ("FSIZE", size),
+                        ("CORE", 0), ("NOFILE", 64), ("STACK", 64 << 20),
+                        ("NPROC", 32 if root or mode == "namespaces" else 4096)):
+        what = getattr(resource, "RLIMIT_" + name)
+        hard = resource.getrlimit(what)[1]
+        limit = limit if hard < 0 else min(limit, hard)
+        if linux or name not in ("AS", "STACK"):  # macOS refuses these two
+            resource.setrlimit(what, (limit, limit))
+    if root:
+        os.setuid(uid)
+        if not os.access(os.__file__, os.R_OK):
+            raise OSError(f"only root can read {os.__file__}; install Python elsewhere")
+    if linux:
+        call("capset", (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
+        call("prctl", 38, 1, 0, 0, 0)  # no new privileges
+        call("prctl", 1, 9, 0, 0, 0)  # dies with the launcher
+        refuse()
+
+
+def refuse():
+    """A seccomp filter: no signals to others, no tracing, no sockets. Second wall with namespaces,
+    the only one without. kill, tkill, tgkill, rt_(tg)sigqueueinfo, pidfd_send_signal, ptrace,
+    process_vm_readv and writev, socket, io_uring_setup."""
+    x86 = 0xc000003e, (62, 200, 234, 129, 297, 424, 101, 310, 311, 41, 425)
+    arm = 0xc00000b7, (129, 130, 131, 138, 240, 424, 117, 270, 271, 198, 425)
+    arch, numbers = {"x86_64": x86, "aarch64": arm}.get(os.uname().machine, (0, ()))
+    if not arch:
+        if mode == "subreaper":
+            raise OSError("no list of system calls for this processor")
+        return
+    code = [(0x20, 0, 0, 4), (0x15, 1, 0, arch), (6, 0, 0, 0),  # load arch; another one: kill
+            (0x20, 0, 0, 0), (0x35, 0, 1, 0x40000000), (6, 0, 0, 0)]  # load number; x32: kill
+    for left, number in zip(range(len(numbers), 0, -1), numbers, strict=True):
+        code.append((0x15, left, 0, number))  # equal: jump to the refusal
+    code += [(6, 0, 0, 0x7fff0000), (6, 0, 0, 0x50001)]  # allow; or EPERM
+    text = b"".join(op.to_bytes(2, "little") + bytes((yes, no)) + value.to_bytes(4, "little")
+                    for op, yes, no, value in code)
+    buffer = ctypes.create_string_buffer(text)  # struct sock_fprog: a length and a pointer
+    call("prctl", 22, 2, (ctypes.c_size_t * 2)(len(code), ctypes.addressof(buffer)), 0, 0)
+
+
+try:
+    launcher = os.getpid()
+    signals = signal.SIGTERM, signal.SIGALRM
+    for number in signals:
+        signal.signal(number, stop)
+    if linux:
+        call("prctl", 1, signal.SIGTERM, 0, 0, 0)  # when the trainer dies
+        call("prctl", 36, 1, 0, 0, 0)  # subreaper
+    if os.getppid() != int(parent):
+        stop(0, None)
+    if mode == "namespaces":
+        unshare()
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    child = os.fork()
+    if child:
+        signal.setitimer(signal.ITIMER_REAL, float(seconds))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if mode == "subreaper":
+            clean_up()
+        end("ok" if code == 0 else f"error {code}")
+    for number in signals:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    if mode == "namespaces":
+        wall_in()
+    else:
+        os.setsid()
+        os.chmod(box, 0o777)
+        os.chdir(box)
+    drop()
+    os.close(status)
+except BaseException as error:
+    end(f"failed {error!r}")
+os.environ.clear()
+sys.argv, sys.path[:] = ["program.py"], [path for path in sys.path if path]
+sys.modules["__main__"] = main = type(sys)("__main__")
+exec(compile(program, "program.py", "exec"), main.__dict__)
