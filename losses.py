@@ -1,14 +1,13 @@
 """The losses of GRPO, SDPO and StableSDPO, as functions of tensors. Nothing here holds state.
 
-GRPO   -min(rho A, clip(rho, 1-eps_low, 1+eps_high) A),  rho = exp(logp_theta - logp_old)
-SDPO   D_beta(student || teacher) per response token, same tokens, teacher under a richer prompt
-Then    loss = sum(weights * per-token loss) / denominator of the WHOLE global batch, divided once.
+GRPO  -min(rho A, clip(rho, 1-eps_low, 1+eps_high) A),  rho = exp(logp_theta - logp_old)
+SDPO  D_beta(student || teacher) at each response token, the teacher under a richer prompt
+then  loss = sum(weights * per-token loss) / denominator of the WHOLE global batch, divided once.
 
-Legend: B rows, G responses per prompt, T tokens, K kept, V vocabulary; logits are (..., V).
-Two rules hold throughout. Sums, exponentials and logarithms are taken in float32 at least (float64
-stays float64). What a mask excludes is selected out before it reaches an exp, not multiplied by 0
-after: 0 * inf and 0 * nan are nan, in the value and, even behind a torch.where, in the gradient.
-Sources: GRPO arXiv:2402.03300, SDPO arXiv:2601.20802, generalised JSD arXiv:2306.13649 (GKD),
+Legend: B rows, G responses, T tokens, K kept, V vocabulary.
+All is computed in float32 at least (float64 stays float64). What a mask excludes is selected out
+BEFORE an exp, not multiplied by 0 after: 0 * inf is nan, behind a torch.where in the gradient too.
+Sources: GRPO arXiv:2402.03300, SDPO arXiv:2601.20802, generalised JSD arXiv:2306.13649,
 k3 http://joschu.net/blog/kl-approx.html, the paper arXiv:2607.01763.
 """
 
@@ -18,22 +17,17 @@ from torch import Tensor
 
 def _wide(*tensors: Tensor) -> torch.dtype:
     """float32, or float64 where one of the tensors is float64."""
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
 def _log_ratio(logprobs: Tensor, old: Tensor, mask: Tensor | None) -> Tensor:
-    """logprobs - old where the mask says so, else 0; both are selected BEFORE the difference."""
+    """logprobs - old where the mask says so, else 0. No gradient through old."""
     dtype = _wide(logprobs, old)
     logprobs, old = logprobs.to(dtype), old.detach().to(dtype)
     if mask is not None:
         logprobs, old = (torch.where(mask.bool(), x, torch.zeros_like(x)) for x in (logprobs, old))
     return logprobs - old
 
-
-# ---- log-probabilities ---------------------------------------------------------------------------
 
 def token_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
     """log p(label), nats: logits (..., V), labels (...) long in [0, V) -> (...).
@@ -56,12 +50,11 @@ def logprobs_and_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
 
 def group_advantages(rewards: Tensor, group_size: int, std: bool = True,
                      eps: float = 1e-6) -> Tensor:
-    """A_i = (r_i - mean) / (std + eps) within each group of adjacent rows (arXiv:2402.03300, 4.1).
+    """A_i = (r_i - mean) / (std + eps) within each group of adjacent rows: (N,) -> (N,).
 
-    rewards (N,) -> (N,). The standard deviation has Bessel's correction; std=False leaves the
-    division out. A group whose rewards are all equal has A = 0 exactly: the comparison is exact,
-    since the rounding residue of a mean (0.35 seven times) divided by its own std is not small.
-    So has a group of one. Raises ValueError when N is no multiple of group_size.
+    Bessel's std; std=False leaves the division out. A group of equal rewards, or of one, has A = 0
+    exactly: the rounding residue of a mean (0.35 seven times) divided by its own std is not small.
+    Raises ValueError when N is no multiple of group_size. (arXiv:2402.03300, 4.1)
     """
     if group_size < 1 or rewards.dim() != 1 or len(rewards) % group_size:
         raise ValueError(f"{tuple(rewards.shape)} rewards do not split into groups of {group_size}")
@@ -78,9 +71,9 @@ def policy_gradient_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Ten
                          eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
     """-min(rho A, clip(rho, 1-eps_low, 1+eps_high) A) per token; 0, also in gradient, off the mask.
 
-    logprobs, old_logprobs, mask (B, T), advantages (B,) -> (B, T). At rho = 1 the value is -A and
-    its sum over a group about 0, while the gradient -A grad logp is not: a printed loss near 0 says
-    nothing. Rows with A = 0 are excluded like padding (their rho may overflow, and 0 * inf is nan).
+    logprobs, old_logprobs, mask (B, T), advantages (B,) -> (B, T). At rho = 1 the values are -A,
+    about 0 in sum, while the gradient -A grad logp is not: a printed loss near 0 says nothing.
+    Rows with A = 0 are excluded like padding (their rho may overflow, and 0 * inf is nan).
     """
     a = advantages.detach().unsqueeze(1)                                         # (B, 1)
     ratio = _log_ratio(logprobs, old_logprobs, mask.bool() & (a != 0)).exp()     # (B, T), 1 off it
@@ -91,9 +84,8 @@ def policy_gradient_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Ten
 @torch.no_grad()
 def clipped_tokens(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor,
                    eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
-    """(B, T) bool: tokens whose gradient the clip cut off (diagnostic of policy_gradient_loss)."""
-    log_ratio, a = _log_ratio(logprobs, old_logprobs, mask), advantages.unsqueeze(1)
-    ratio = log_ratio.exp()
+    """(B, T) bool: tokens whose gradient the clip cuts off; their share is `clip_frac`."""
+    ratio, a = _log_ratio(logprobs, old_logprobs, mask).exp(), advantages.unsqueeze(1)
     return mask.bool() & (((a > 0) & (ratio > 1 + eps_high)) | ((a < 0) & (ratio < 1 - eps_low)))
 
 
@@ -112,7 +104,7 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) ->
 
 def importance_weight(logprobs: Tensor, old_logprobs: Tensor, clip: float = 2.0,
                       mask: Tensor | None = None) -> Tensor:
-    """min(exp(logp - logp_old), clip) per token, detached; 1 off the mask (SDPO, `--is_clip`, TIS).
+    """min(exp(logp - logp_old), clip) per token, detached; 1 off the mask (`--is_clip`, `--tis`).
 
     A heuristic in SDPO: D at t depends on y_<t alone, and this weighs it by the ratio of y_t.
     """
@@ -178,14 +170,14 @@ def generalized_jsd(student_logits: Tensor, teacher_logits: Tensor, beta: float 
     through p_T. 0 <= D_beta, D_0.5 <= ln 2. A logit of -inf is a probability of 0; for
     0 < beta < 1 value and gradient are finite whatever the supports. (arXiv:2306.13649, eq. 1)
 
-    beta 0 is KL(p_T || p_S) (forward) and beta 1 KL(p_S || p_T) (reverse), by convention: they are
-    the limits of D_beta/beta and D_beta/(1-beta). D_beta ITSELF tends to 0 at both ends, so the
-    loss jumps there (p_T .9/.1, p_S .5/.5: beta .9 gives .043, beta 1 gives .511) and a beta near
-    an end acts as a smaller learning rate. An end point is inf, as defined, where its first
-    distribution has mass and its second none; at beta 1 the gradient then is not finite either.
+    beta 0 is KL(p_T || p_S) (forward) and beta 1 KL(p_S || p_T) (reverse), by convention: the limits
+    of D_beta/beta and D_beta/(1-beta). D_beta ITSELF tends to 0 at both ends, so the loss jumps
+    there (p_T .9/.1, p_S .5/.5: beta .9 gives .043, beta 1 .511) and a beta near an end acts as a
+    smaller learning rate. An end point is inf, as defined, where its first distribution has mass
+    and its second has none; at beta 1 the gradient then is not finite either.
 
-    topk=K takes the student's K largest tokens: the rest of both distributions becomes one tail
-    bucket (tail=True) or both are renormalised over the K. 0, or K >= V: full vocabulary, exact.
+    topk=K takes the student's K largest tokens; the rest of both becomes one tail bucket (tail), or
+    both are renormalised over the K. 0, or K >= V: full vocabulary, exact.
     """
     if student_logits.shape != teacher_logits.shape:
         raise ValueError(f"logits {tuple(student_logits.shape)} and {tuple(teacher_logits.shape)}")
@@ -219,12 +211,12 @@ def aggregate_weights(mask: Tensor, agg: str, dtype: torch.dtype = torch.float32
                       ) -> tuple[Tensor, float]:
     """Weights (B, T) and this batch's share of the denominator, for `--agg`.
 
-    loss = sum(weights * per_token) / (sum of the shares over the global batch), which is
-    "token": the mean over all response tokens (weight 1, share = number of tokens), or
-    "seq": the mean of the rows' own means (weight 1/T_i, share = rows with at least one token).
+    loss = sum(weights * per_token) / (sum of the shares over the global batch):
+    "token", the mean over response tokens (weight 1, share = number of tokens), or
+    "seq", the mean of the rows' own means (weight 1/T_i, share = rows with a token).
     """
     if agg not in ("token", "seq"):
-        raise ValueError(f"agg must be 'token' or 'seq', got {agg!r}")
+        raise ValueError(f"agg {agg!r}: must be 'token' or 'seq'")
     weights = mask.bool().to(dtype)                                              # (B, T)
     lengths = weights.sum(1, keepdim=True)                                       # (B, 1)
     if agg == "token":

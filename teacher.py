@@ -1,8 +1,7 @@
 """The self-teacher: what it sees that the student does not, and how its weights move.
 
-SDPO's teacher is the same network under a richer prompt: the question, a sibling's successful
-response to it and, where wanted, what the verifier said about the row's own attempt. Its weights
-phi start as the student's and then, after step s = 1, 2, ...
+It reads the question, a sibling's successful response to it and, where wanted, what the verifier
+said about the row's own attempt. Its weights phi start as the student's theta; after step s = 1, 2,
   frozen            phi stays                                          `--ema 0`, the default
   EMA               phi <- (1-a) phi + a theta, every step             `--ema a`, an update rate
   StableSDPO        phi <- (1-g) phi + g theta, when s % k == 0        `--restart_every k`, g = 1
@@ -32,10 +31,9 @@ def matched_mix(ema: float, every: int) -> float:
 class Teacher:
     """A float32 copy of the student (float64 stays), in eval mode and without gradient: `.model`.
 
-    Build it from the weights in memory, before the student is wrapped in DDP or sharded (FSDP2
-    refuses deepcopy; shard `.model` alike afterwards: the update is pairwise and elementwise, so
-    every rank averages its own shards). In bf16 the average would not move: a step of a * delta
-    is below half a spacing. With restart_every, ema is not read: it only set a matched mix.
+    In bf16 the average would not move: a * delta is below half a spacing. Build it before the
+    student is sharded (FSDP2 refuses deepcopy), then shard `.model` alike: the update is pairwise
+    and elementwise, each rank averages its own shards. With restart_every, ema is not read.
     """
 
     def __init__(self, student: nn.Module, ema: float = 0.0, restart_every: int = 0,
@@ -64,9 +62,6 @@ class Teacher:
     @torch.no_grad()
     def update(self, student: nn.Module, step: int) -> None:
         """Moves `.model` in place towards the student. Call it after every step, skipped or not."""
-        for model in (self.model, student):         # FSDP: give up what a forward pass gathered
-            if hasattr(model, "reshard"):
-                model.reshard()
         rate = self.rate(step)
         if rate == 0:
             return
@@ -124,8 +119,8 @@ def teacher_messages(messages: list[dict], demonstration: str | None = None,
                      feedback: str | None = None) -> list[dict]:
     """The chat with its last user message extended: question, demonstration, feedback, one request.
 
-    Returns a new list; with neither text (or only white space) the messages as they are. Joined,
-    never formatted: LaTeX and code are full of braces. Raises ValueError without a user message.
+    A new list; with neither text (white space is none) the messages as they are. Joined, never
+    formatted: LaTeX and code are full of braces. Raises ValueError without a user message.
     """
     out, extra = [dict(message) for message in messages], []
     for heading, text in ((DEMONSTRATION_HEADING, demonstration), (FEEDBACK_HEADING, feedback)):
@@ -144,9 +139,9 @@ def teacher_prompt_ids(encode: Callable[[list[dict]], list[int]], messages: list
                        limit: int) -> tuple[list[int], bool]:
     """(token ids of the teacher's prompt, whether it was cut to `limit` tokens).
 
-    A cut on the left would drop the question, one on the right the assistant header; so the END of
-    the demonstration goes, then, if none of it fits, the end of the feedback. Raises ValueError
-    when the question itself leaves no room for either.
+    A cut on the left would drop the question, one on the right the assistant header: the END of the
+    demonstration goes and, if none of it fits, the end of the feedback. Raises ValueError when the
+    question itself leaves no room for either.
     """
     texts = [(demonstration or "").strip(), (feedback or "").strip()]
     ids = encode(teacher_messages(messages, *texts))
@@ -172,11 +167,6 @@ def teacher_prompt_ids(encode: Callable[[list[dict]], list[int]], messages: list
 
 
 # ---- thinking ------------------------------------------------------------------------------------
-
-def opens_thinking(prompt: str, tags: tuple[str, str]) -> bool:
-    """Whether a generation prompt (as text) itself opens the reasoning that the response closes."""
-    return prompt.rstrip().endswith(tags[0])
-
 
 def _inside(text: str, tags: tuple[str, str], opened: bool) -> bytearray:
     """1 for each character of reasoning, tags included; one entry more than text, for its end.
@@ -208,7 +198,7 @@ def think_mask(token_texts: list[str], tags: tuple[str, str], opened: bool = Fal
     """True for the tokens to keep: those that touch no character of reasoning or of its tags.
 
     token_texts: each token decoded alone, in order (an EOS may be ""); a token that straddles a
-    tag's edge is left out. opened: the generation prompt opened the block (opens_thinking).
+    tag's edge is left out. opened: the generation prompt itself opened the block.
     """
     inside, keep, start = _inside("".join(token_texts), tags, opened), [], 0
     for piece in token_texts:
@@ -222,8 +212,8 @@ def response_for_demo(text: str, tags: tuple[str, str], keep_thinking: bool = Fa
     """A response as a demonstration, or None where nothing is left of it.
 
     Reasoning is removed unless keep_thinking (`--demo_cot`; a block opened by the prompt then gets
-    its opening tag back). special: the tokenizer's special tokens, as text: a response that spells
-    one out would end the user's turn early. Removed until none is left, as removing may join one.
+    its opening tag back). special: the tokenizer's special tokens, which, spelled out, would end the
+    user's turn early; removed until none is left, as removing one may join another.
     """
     special = [token for token in special if token]
     while any(token in text for token in special):

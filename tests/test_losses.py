@@ -209,6 +209,9 @@ def test_end_points_are_infinite_only_where_the_definition_is():
     s, t = tensor([1.0, -INF, 0.0], grad=True), tensor([1.0, 2.0, -INF])
     assert L.generalized_jsd(s, t, 0).item() == INF               # p_T has mass where p_S has none
     assert L.generalized_jsd(s, t, 1).item() == INF               # and the other way round
+    one, both = tensor([0.0, -INF, -INF]), tensor([0.0, 1.0, 1.0])
+    assert L.generalized_jsd(one, both, 0, topk=1).item() == INF  # an empty tail is a probability 0
+    assert L.generalized_jsd(both, one, 1, topk=2).item() == INF
     same = tensor([0.0, 2.0, -INF])
     wide = tensor([1.0, 2.0, 0.5], grad=True)
     value = L.generalized_jsd(wide, same, 0)                      # KL(T || S): T's support inside S's
@@ -236,6 +239,7 @@ def test_bf16_logits_are_computed_in_float32():
     want = [oracle_jsd(a, b) for a, b in zip(s.tolist(), t.tolist())]
     assert got.dtype == torch.float32 and got.tolist() == pytest.approx(want, rel=1e-4)
     logprobs, entropy = L.logprobs_and_entropy(s, torch.arange(4))
+    assert torch.equal(L.token_logprobs(s, torch.arange(4)), logprobs)
     p = [softmax(row) for row in s.tolist()]
     assert logprobs.tolist() == pytest.approx([math.log(p[i][i]) for i in range(4)], rel=1e-6)
     assert entropy.tolist() == pytest.approx([-math.fsum(x * math.log(x) for x in r) for r in p],

@@ -275,17 +275,18 @@ def encode(messages):
 
 
 @FAST
-@given(st.text(min_size=0, max_size=60), st.text(max_size=60), st.integers(70, 400))
-def test_teacher_prompt_cuts_the_demonstration_alone(demo, feedback, limit):
+@given(st.text(max_size=60), st.text(max_size=30), st.integers(-5, 90))
+def test_teacher_prompt_cuts_the_demonstration_alone(demo, feedback, excess):
     question = [{"role": "user", "content": "Q? {x}"}]
     full = encode(T.teacher_messages(question, demo.strip(), feedback.strip()))
+    limit = len(full) - excess
     bare, shown = len(encode(question)), bool(demo.strip() or feedback.strip())
     try:
         ids, cut = T.teacher_prompt_ids(encode, question, demo, feedback, limit)
     except ValueError as error:                                   # no room for one character more
-        assert "max_teacher_prompt" in str(error) and len(full) > limit and shown
+        assert "max_teacher_prompt" in str(error) and len(full) > limit
         last = T.FEEDBACK_HEADING if feedback.strip() else T.DEMONSTRATION_HEADING
-        assert bare + len(last) + 1 + len(T.CLOSING) + 3 * 2 > limit
+        assert bare + (len(last) + 1 + len(T.CLOSING) + 3 * 2) * shown > limit
         return
     text = "".join(map(chr, ids))
     assert len(ids) <= limit and cut == (len(full) > limit)
@@ -388,12 +389,6 @@ def test_think_mask_against_a_state_machine(parts, opened, data):
         at += len(piece)
     assert T.strip_thinking(text, THINK, opened) == "".join(
         c for c, h in zip(text, hidden, strict=True) if not h).strip()
-
-
-def test_opens_thinking():
-    assert T.opens_thinking("<|im_start|>assistant\n<think>\n", THINK)
-    assert not T.opens_thinking("<|im_start|>assistant\n<think>\n\n</think>\n\n", THINK)
-    assert not T.opens_thinking("Explain <think>.<|im_start|>assistant\n", THINK)
 
 
 def test_demonstrations_are_clean():
