@@ -48,7 +48,7 @@ def load_model(name, dtype=torch.float32):
     except (OSError, ValueError) as error:
         fail(f"--model {name}: {str(error).strip().splitlines()[0]}")
     if gguf:  # de-quantised, but it refuses to be saved: move the weights into a model that does not
-        weights, generation = model.state_dict(), model.generation_config
+        weights, generation, config = model.state_dict(), model.generation_config, model.config
         del config.quantization_config
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.load_state_dict(weights)

@@ -356,11 +356,15 @@ class Log:
                 with open(self.out / name, "a") as file:
                     file.write("".join(json.dumps(row) + "\n" for row in rows))
             for warning in watch(self.state, line):
-                self.bar.write(f"collapse watch: {warning}", file=sys.stderr)
+                self.warn(f"collapse watch: {warning}")
             shown = {k: f"{line[k]:.3g}" for k in ("reward", "jsd", "entropy", "length", "grad_norm",
                                                    "eval") if line[k] is not None}
             self.bar.set_postfix(shown, refresh=False)
             self.bar.update()
+
+    def warn(self, text):
+        if rank() == 0:
+            self.bar.write(text, file=sys.stderr)
 
     def close(self):
         self.bar.close()

@@ -6,12 +6,12 @@
              with c of n right (arXiv:2107.03374)
     maj@n    reward of the answer that most samples of a prompt give; tied answers share
 
-    python eval.py --tiny --model runs/x/ckpt-000060 --baseline tiny
+    python eval.py --tiny --baseline tiny --model runs/x/ckpt-000060
     python eval.py --model DIR --tasks aime24,math500 --n 16 --out eval.json
-    torchrun --nproc_per_node 8 eval.py --model DIR --tasks paper --baseline Qwen/Qwen3-4B
+    torchrun --nproc_per_node 8 eval.py --baseline Qwen/Qwen3-4B --model DIR OTHER --tasks paper
 
-Samples are drawn at T 0.6, top-p 0.95, as in the paper; the output says so. --baseline scores a
-second model on the same prompts under the same settings, and adds relative gain and forgetting.
+Samples are drawn at T 0.6, top-p 0.95, as in the paper; the output says so. --baseline scores one
+more model on the same prompts under the same settings, and adds relative gain and forgetting.
 """
 import argparse
 import json
@@ -27,7 +27,7 @@ import common
 import data
 import rollout
 
-TINY = dict(model="tiny", tasks="tiny", n=8, max_new=64, max_prompt=160, limit=128)
+TINY = dict(model=["tiny"], tasks="tiny", n=8, max_new=64, max_prompt=160, limit=128)
 
 
 def evaluate(model, tokenizer, task, rows, args, n, key, temperature, top_p):
@@ -81,9 +81,13 @@ def majority(answers, rewards):
     return sum(own) / len(own) if own else 0.0
 
 
-def relative(score, base):
-    """(score - base) / base, or None where base is 0: only the difference means anything there."""
-    return (score - base) / base if base else None
+def compare(score, base):
+    """Change against a baseline: absolute, relative, and the latter's two halves, gain and
+    forgetting. The relative ones are None where the base scores 0: unknown is not 0."""
+    relative = (score - base) / base if base else None
+    return {"difference": score - base, "relative": relative,
+            "gain": None if relative is None else max(relative, 0.0),
+            "forgetting": None if relative is None else max(-relative, 0.0)}
 
 
 # ---- within a run --------------------------------------------------------------------------------
@@ -130,10 +134,10 @@ def read(task, source, split, tokenizer, args, limit):
 def get_args(argv=None):
     parser = common.Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument_group("what").add_argument
-    add("--model", default="Qwen/Qwen3-4B", help="hub id, Hugging Face folder, .gguf file, or tiny")
+    add("--model", nargs="+", default=["Qwen/Qwen3-4B"], help="hub ids, folders, .gguf files, tiny")
     add("--tasks", default="paper", help="benchmarks with commas between them, or paper, or tiny")
     add("--source", help="for one benchmark: take its rows from this .jsonl file or hub id")
-    add("--baseline", help="another model, to compare with on the same prompts")
+    add("--baseline", help="the model to compare with, on the same prompts")
     add("--tiny", action="store_true", help="the six laptop-scale benchmarks")
     add = parser.add_argument_group("how").add_argument
     add("--n", type=int, default=16, help="samples to a prompt")
@@ -170,9 +174,7 @@ def main(args):
     """Evaluate, print a table, write args.out and the samples. Returns what args.out holds."""
     device = common.setup(args)
     result, lines = {**common.describe(args), "scores": {}}, []
-    for role, name in (("baseline", args.baseline), ("model", args.model)):
-        if name is None:
-            continue
+    for name in dict.fromkeys([args.baseline or args.model[0], *args.model]):
         model, tokenizer = checkpoint.load_model(name)
         model = common.distribute(model, args, device, train=False)
         for benchmark in args.tasks.split(","):
@@ -182,15 +184,11 @@ def main(args):
             records = evaluate(model, tokenizer, task, rows, args, args.n, ("eval", args.seed),
                                args.temperature, args.top_p)
             score = {**summary(records), "seconds": time.perf_counter() - began}
-            result["scores"].setdefault(benchmark, {})[role] = score
+            result["scores"].setdefault(benchmark, {})[name] = score
             lines += [{"model": name, "benchmark": benchmark, **record} for record in records]
-    for score in result["scores"].values():
-        if args.baseline:
-            new, base = score["model"]["mean"], score["baseline"]["mean"]
-            change = relative(new, base)
-            score |= {"difference": new - base, "relative": change,
-                      "gain": None if change is None else max(change, 0.0),
-                      "forgetting": None if change is None else max(-change, 0.0)}
+    for scores in result["scores"].values():
+        for name in args.model if args.baseline else []:
+            scores[name] |= compare(scores[name]["mean"], scores[args.baseline]["mean"])
     if common.rank() == 0:
         out = Path(args.out)
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -202,15 +200,14 @@ def main(args):
 
 def table(scores):
     """The scores as text, in percent."""
-    head = ("benchmark", "model", "mean", "± se", "pass@n", "maj@n", "answered", "cut off", "tokens")
-    lines = ["{:16}{:>9}{:>8}{:>7}{:>8}{:>8}{:>10}{:>9}{:>8}".format(*head)]
-    for benchmark, roles in scores.items():
-        for role, s in roles.items():
-            if role in ("model", "baseline"):
-                values = (s["mean"], s["se"] or 0, s["pass"][str(s["n"])], s["maj"],
-                          s["frac_answered"], s["frac_truncated"])
-                lines.append("{:16}{:>9}{:8.1f}{:7.1f}{:8.1f}{:8.1f}{:10.1f}{:9.1f}{:8.1f}".format(
-                    benchmark, role, *(100 * v for v in values), s["length"]))
+    head = ("benchmark", "mean", "± se", "pass@n", "maj@n", "answered", "cut off", "tokens")
+    lines = ["{:16}{:>7}{:>7}{:>8}{:>8}{:>10}{:>9}{:>8}  model".format(*head)]
+    for benchmark, models in scores.items():
+        for name, s in models.items():
+            values = (s["mean"], s["se"] or 0, s["pass"][str(s["n"])], s["maj"],
+                      s["frac_answered"], s["frac_truncated"])
+            lines.append("{:16}{:7.1f}{:7.1f}{:8.1f}{:8.1f}{:10.1f}{:9.1f}{:8.1f}  {}".format(
+                benchmark, *(100 * v for v in values), s["length"], name))
     return "\n".join(lines)
 
 

@@ -110,7 +110,7 @@ def main(args):
         for first in range(0, len(rollouts), size):
             mini = range(first, first + size)  # numbers of its rows
             weights, share = losses.aggregate_weights(
-                pad_sequence([masks[i] for i in mini], batch_first=True), args.agg)
+                pad_sequence([masks[i] for i in mini], batch_first=True), args.agg, torch.float64)
             weights = dict(zip(mini, weights, strict=True))  # row -> (T,)
             learning = [i for i in mini if learns[i]]
             total, anything = common.all_sum([share, len(learning)])

@@ -80,40 +80,40 @@ def check(args, error):
         error(f"--restart_mix {args.restart_mix}: must be a number in [0, 1], or matched")
     if not 0 <= args.restart_mix <= 1:
         error(f"--restart_mix {args.restart_mix}: must lie in [0, 1], or be matched")
-    if args.max_teacher_prompt < args.max_prompt:
-        error(f"--max_teacher_prompt {args.max_teacher_prompt}: must hold --max_prompt tokens")
+    if args.max_teacher_prompt < args.max_prompt + 64:
+        error(f"--max_teacher_prompt {args.max_teacher_prompt}: must be at least --max_prompt + 64, "
+              "to hold the question, the headings and some of a demonstration")
 
 
 def targets(args, task, tokenizer, batch, rollouts, rewards, feedback, step):
     """What each response is distilled from: the teacher's prompts, as token ids, or None for a row
     that is no target; the tokens to distil, (T,) bool; and which of the prompts had to be cut."""
     tags, seen, masks, cuts = task.THINK_TAGS, [], [], []
-    special = [t for t in tokenizer.all_special_tokens if t not in tags]
+    special = [token for token in tokenizer.all_special_tokens if token not in tags]
     for g, (number, row) in enumerate(batch):
-        group = range(g * args.group, (g + 1) * args.group)
+        first, opened, encoded = g * args.group, bool(row["opened"]), {}
         picks = teaching.pick_demonstrations(
-            rewards[group.start:group.stop], args.group, args.success,
+            rewards[first:first + args.group], args.group, args.success,
             rollout.keyed_generator("demonstration", args.seed, step, number))
-        for i, pick in zip(group, picks, strict=True):
-            prompt, keep = None, torch.zeros(len(rollouts[i].ids), dtype=torch.bool)
+        for r, told, pick in zip(rollouts[first:], feedback[first:], picks, strict=False):
             shown = None if pick is None else teaching.response_for_demo(
-                rollouts[group.start + pick].text, tags, args.demo_cot or args.cot,
-                bool(row["opened"]), special)
-            told = args.feedback == "always" or (args.feedback == "fallback" and not shown)
-            note = feedback[i] if told else None
-            if shown or note:
-                prompt, cut = teaching.teacher_prompt_ids(
+                rollouts[first + pick].text, tags, args.demo_cot or args.cot, opened, special)
+            if args.feedback == "never" or (args.feedback == "fallback" and shown):
+                told = None
+            if (shown or told) and (shown, told) not in encoded:  # siblings may share one
+                encoded[shown, told] = teaching.teacher_prompt_ids(
                     lambda messages: rollout.encode(tokenizer, messages, args.think),
-                    row["messages"], shown, note, args.max_teacher_prompt)
-                cuts.append(cut)
-                keep = ~keep
-                if not (args.loss_cot or args.cot):
-                    pieces = [tokenizer.decode([t]) for t in rollouts[i].ids]
-                    keep &= torch.tensor(teaching.think_mask(pieces, tags, bool(row["opened"])))
-                drawn = rollout.keyed_generator("mask", args.seed, step, rollouts[i].row)
-                keep &= losses.random_keep(len(keep), args.mask_ratio, drawn)
+                    row["messages"], shown, told, args.max_teacher_prompt)
+            prompt, cut = encoded.get((shown, told), (None, None))
+            keep = torch.full((len(r.ids),), prompt is not None)
+            if not (args.loss_cot or args.cot) and (opened or any(tag in r.text for tag in tags)):
+                pieces = [tokenizer.decode([token]) for token in r.ids]
+                keep &= torch.tensor(teaching.think_mask(pieces, tags, opened))
+            drawn = rollout.keyed_generator("mask", args.seed, step, r.row)
+            keep &= losses.random_keep(len(keep), args.mask_ratio, drawn)
             seen.append(prompt)
             masks.append(keep)
+            cuts += [] if cut is None else [cut]
     return seen, masks, cuts
 # ==== end ====
 
@@ -170,6 +170,8 @@ def main(args):
         learns = [bool(mask.any()) for mask in masks]  # rows with a gradient
         passes = [prompts, seen]  # the prompts of each forward pass: the student's, the teacher's
         common.tally(sums, frac_distilled=learns, frac_cut=cuts)
+        if args.cot and step == 1 and not sums["frac_think"][0]:
+            log.warn(f"--cot: no response of step 1 holds {task.THINK_TAGS[0]}; it changes nothing")
         # ==== end ====
 
         # ---- learn: `updates` optimizer steps, each one sum over micro-batches and ranks ----
@@ -177,7 +179,7 @@ def main(args):
         for first in range(0, len(rollouts), size):
             mini = range(first, first + size)  # numbers of its rows
             weights, share = losses.aggregate_weights(
-                pad_sequence([masks[i] for i in mini], batch_first=True), args.agg)
+                pad_sequence([masks[i] for i in mini], batch_first=True), args.agg, torch.float64)
             weights = dict(zip(mini, weights, strict=True))  # row -> (T,)
             learning = [i for i in mini if learns[i]]
             total, anything = common.all_sum([share, len(learning)])
