@@ -108,9 +108,10 @@ def _hub_rows(source, alternatives, split, config, revision) -> Iterator[tuple[s
         reason = str(error).strip().split("\n")[0]
         raise DataError(f"{hub} (config {config}, split {split}): {type(error).__name__}: {reason}"
                         "; a local .jsonl file with the same columns works too") from error
+    wanted = {column.rstrip("?") for columns in alternatives for column in columns}
     for name, part in zip(configs, parts):
-        wanted = {column.rstrip("?") for columns in alternatives for column in columns}
-        part = part.select_columns([column for column in part.column_names if column in wanted])
+        kept = [column for column in part.column_names if column in wanted]
+        part = part.select_columns(kept) if kept else part  # none: the check lists what there is
         done = 0
         for batch in part.iter(1000):  # whole batches: ten times faster than row by row
             for values in zip(*batch.values()):
@@ -183,52 +184,3 @@ def last_boxed(text: str) -> str | None:
         elif brace.group()[-1] == "{" and (brace.group() == "{" or "boxed" in brace.group()):
             stack.append(brace.end() if "boxed" in brace.group() else None)
     return found
-
-
-LETTER_ALONE = re.compile(r"[(\[{]?\s*([A-Ja-j])\s*[)\]}]?\s*[.:;,]?")
-LETTER_MARKED = re.compile(r"[(\[]?([A-Ja-j])(?:\s*[)\]]\s*[.:]?|\s*[.:](?=\s)|\s+-(?=\s))\s*\S.*",
-                           re.DOTALL)
-LETTER_WORDS = re.compile(r"(?:([A-J])\s*,|([B-HJ])(?=\s))\s*(?!(?:and|or|nor|&)\b)(.*)", re.DOTALL)
-
-
-def choice_letter(text: str) -> str | None:
-    r"""The option, "A".."J", that the content of an answer tag or box names; None if it is unclear.
-
-    Accepted: the letter alone in any case, brackets, \text{..} or bold (" b", "(C)", "\text{E}");
-    a letter with a label mark and its text ("E: A polygenic .."); a capital letter, a comma or a
-    blank, and words ("D, a safe choice", "B because a car moves"), but for A and I without a mark:
-    an article and a pronoun. Letters inside words or later in the text never count, and two
-    options named ("A or B") are none.
-    """
-    text = re.sub(r"\\(?:text|textbf|mathrm|mathbf|mathbb|boxed)\s*\{([^{}]*)\}", r"\1", text)
-    text = text.replace("$", "").replace("**", "").replace("\\ ", " ").strip()
-    match = LETTER_ALONE.fullmatch(text) or LETTER_MARKED.fullmatch(text)
-    if match:
-        return match.group(1).upper()
-    match = LETTER_WORDS.fullmatch(text)
-    if match and not re.search(r"\b[B-HJ]\b", match.group(3)):
-        return match.group(1) or match.group(2)
-    return None
-
-
-def choice_row(question: str, options: list[str], right: int, name, place: str) -> dict:
-    """A multiple-choice row with a boxed letter: "A. text" lines and the recipe's last sentence."""
-    if not 2 <= len(options) <= 10 or not 0 <= right < len(options):
-        raise DataError(f"{place}: {len(options)} options with number {right} right, expected 2 to "
-                        "10 options and a number among them, from 0")
-    lines = "\n".join(f"{letter}. {text}" for letter, text in zip("ABCDEFGHIJ", options))
-    return {"messages": [{"role": "user", "content": f"{question}\n{lines}{BOXED}"}],
-            "answer": "ABCDEFGHIJ"[right], "id": str(name)}
-
-
-def score_boxed_letter(response: str, answer: str) -> tuple[float, str]:
-    text = after_thinking(response)
-    if text is None:
-        return 0.0, "The reasoning was never closed, so there is no answer after it."
-    box = last_boxed(text)
-    if box is None:
-        return 0.0, "There is no complete \\boxed{..} in the answer."
-    letter = choice_letter(box)
-    if letter is None:
-        return 0.0, "The box does not hold just the letter of one option."
-    return (1.0, "") if letter == answer else (0.0, "The chosen option is wrong.")

@@ -8,7 +8,7 @@ in which the article "a" is an A; ours reads the last \boxed{..} after the reaso
 import random
 from types import NoneType
 
-from data import hub, tiny_rows
+from data import choice, hub, tiny_rows
 
 TRAIN = None
 THINK_TAGS = ("<think>", "</think>")
@@ -32,10 +32,10 @@ def load(source: str, split: str | None = None, limit: int | None = None,
             order = list(range(4))
             random.Random(number).shuffle(order)
             right, options = order.index(0), [options[i].strip() for i in order]
-            rows.append(hub.choice_row(row["Question"].strip(), options, right,
+            rows.append(choice.row(row["Question"].strip(), options, right,
                                        row.get("Record ID") or place, place))
         elif row["error_type"] == "ok":
-            rows.append(hub.choice_row(row["question"], row["choices"], row["answer"], place,
+            rows.append(choice.row(row["question"], row["choices"], row["answer"], place,
                                        place))
     if source in ("mmlu_redux", hub.SOURCES["mmlu_redux"][0]) and len(rows) != OK_ROWS:
         raise hub.DataError(f"{source}: {len(rows)} rows with error_type ok, expected {OK_ROWS}")
@@ -44,7 +44,7 @@ def load(source: str, split: str | None = None, limit: int | None = None,
 
 def score(response: str, answer: str) -> tuple[float, str]:
     r"""1.0 if the last \boxed{..} after the reasoning names the option, else 0.0."""
-    return hub.score_boxed_letter(response, answer)
+    return choice.score_boxed(response, answer)
 
 
 def render(answer: str) -> str:

@@ -9,7 +9,7 @@ import json
 import re
 from types import NoneType
 
-from data import hub, tiny_rows
+from data import choice, hub, tiny_rows
 
 TRAIN = None
 THINK_TAGS = ("<think>", "</think>")
@@ -39,7 +39,7 @@ def load(source: str, split: str | None = None, limit: int | None = None,
             if row.get("answer") not in row["choices"]:
                 raise hub.DataError(f"{place}: answer {row.get('answer')!r} is none of the choices"
                                     "; the public set has no answers, the -private one (gated) has")
-            rows.append(hub.choice_row(f"{row['puzzle']}\n\n{row['question']}", row["choices"],
+            rows.append(choice.row(f"{row['puzzle']}\n\n{row['question']}", row["choices"],
                                        row["choices"].index(row["answer"]),
                                        row.get("id", place), place))
         else:
@@ -67,7 +67,7 @@ def _grid_row(row: dict, place: str) -> dict:
 def score(response: str, answer: str | dict) -> tuple[float, str]:
     """1.0 if the boxed letter, or every cell of the last JSON object, is right, else 0.0."""
     if not isinstance(answer, dict):
-        return hub.score_boxed_letter(response, answer)
+        return choice.score_boxed(response, answer)
     text = hub.after_thinking(response)
     if text is None:
         return 0.0, "The reasoning was never closed, so there is no answer after it."
@@ -82,7 +82,7 @@ def score(response: str, answer: str | dict) -> tuple[float, str]:
 
 
 def _last_grid(text: str) -> dict | None:
-    """The last complete JSON object whose first key is a house: the grid, alone or in "solution"."""
+    """The last complete JSON object whose first key is a house, alone or in "solution"."""
     starts = [match.start() for match in re.finditer(r'\{\s*"House \d', text)]
     for start in starts[:-20:-1]:  # from the end; a collapsed model opens thousands
         try:

@@ -9,9 +9,12 @@ import re
 INTEGER = re.compile(r"[-+]?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)")
 WORDS = re.compile(r"[A-Za-z][A-Za-z .'-]*")
 TEXT = r"\\(?:text|mbox|mathrm|textrm|textbf|textit|textnormal|mathbf|operatorname)\s*"
-# A unit: \text{ cm}^2, or a blank and plain words; always after something with a number in it.
-UNIT = re.compile(r"(.*(?:[0-9]|\\pi|[})]).*?)\s*(?:" + TEXT + r"\{([^{}]*)\}|(?<=[0-9}])\s+"
-                  r"([A-Za-z][A-Za-z. ]+))(?:\^\{?([0-9])\}?)?", re.DOTALL)
+# A unit: \text{ cm}^2, or a blank and plain words (two letters may be a product); always after
+# something with a number in it.
+UNIT = re.compile(r"(.*(?:[0-9]|\\pi).*?)\s*(?:" + TEXT + r"\{([^{}]*)\}|(?<=[0-9}])\s+((?:[cmk]m|"
+                  r"kg|ft|in|[ap]\.?m|[A-Za-z]{4})[A-Za-z. ]*))(?:\^\{?([0-9])\}?)?", re.DOTALL)
+# what may stand before "=": x, a_{10}, f(2), (x, y), \angle ABC
+NAME = re.compile(r"[\\A-Za-z\s|'(),]*(?:_\{?\w+\}?)?(?:\([\w\s,.-]*\))?\s*")
 POWERS = {"square": "2", "sq": "2", "cubic": "3"}
 UNIT_NAMES = {"inch": "in", "inche": "in", "foot": "ft", "feet": "ft", "meter": "m", "metre": "m",
               "centimeter": "cm", "kilometer": "km", "millimeter": "mm", "hour": "h",
@@ -20,7 +23,7 @@ UNIT_NAMES = {"inch": "in", "inche": "in", "foot": "ft", "feet": "ft", "meter": 
 
 def clean(text: str) -> str:
     r"""Typesetting removed: dollars round the whole, thin spaces, \left \right, display sizes."""
-    text = text.strip().rstrip(".").strip()
+    text = re.sub(r"(?<!\.)\.$", "", text.strip()).strip()
     while re.fullmatch(r"\$[^$]*\$|\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}", text, re.DOTALL):
         text = text[1:-1].strip()  # the whole in dollars or in braces of its own
     text = re.sub(r"\\(?:displaystyle|left|right|limits|[bB]ig[lr]?)(?![A-Za-z])", "", text)
@@ -29,7 +32,8 @@ def clean(text: str) -> str:
     text = re.sub(r"(?<!\\)\\[!,;:> ]|\\q?quad(?![a-z])|~|\xa0", " ", text)
     text = re.sub(r"\s*(?:\\?%|\\text\{\s*(?:\\?%|percent)\s*\}|\spercent)$", "%", text)
     for old, new in (("\u2212", "-"), ("\\degree", "^\\circ"), ("\u00b0", "^\\circ"),
-                     ("\\varnothing", "\\emptyset"), ("\u221e", "\\infty"), ("\u03c0", "\\pi ")):
+                     ("\\varnothing", "\\emptyset"), ("\u221e", "\\infty"), ("\u03c0", "\\pi "),
+                     ("<=", "\\le "), (">=", "\\ge "), ("!=", "\\ne ")):
         text = text.replace(old, new)
     text = re.sub(r"(?<![A-Za-z\\])infinity(?![A-Za-z])", r"\\infty", text)
     return re.sub(r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi ", text).strip()
@@ -37,7 +41,7 @@ def clean(text: str) -> str:
 
 def integer(text: str) -> str | None:
     """A canonical integer, thousands separators gone ("1,234" but not "1, 234", M04), or None."""
-    text = clean(text).removeprefix("\\$").removeprefix("$").replace(" ", "  ")
+    text = clean(text).removeprefix("\\$").removeprefix("$")
     if not INTEGER.fullmatch(text):
         return None
     digits = text.replace(",", "").lstrip("+-").lstrip("0") or "0"
@@ -54,12 +58,12 @@ def split_mark(text: str) -> tuple[str, str]:
         return match.group(1), "dollar"
     if match := re.fullmatch(r"(.+?)\s*(?:\^\s*\{?\s*\\circ\s*\}?|(%))", text, re.DOTALL):
         return match.group(1), match.group(2) or "degree"
-    if match := re.fullmatch(r"([0-9A-Z]+)_\{?([0-9]+)\}?", text):
+    if match := re.fullmatch(r"([0-9][0-9A-Z]*)_\{?([0-9]+)\}?", text):
         return match.group(1), "base " + match.group(2)
     if match := re.fullmatch(rf"([0-9]+)\s*\^?\s*\{{*(?:{TEXT}\{{)?(?:st|nd|rd|th)\}}*", text):
         return match.group(1), ""  # an ordinal ending is wording, never a mark that could differ
     match = UNIT.fullmatch(text)
-    if not match or (match.group(3) or "").strip() in ("pi", "and", "or"):
+    if not match:
         return text, ""
     words = re.sub(r"[^a-z%]+", " ", (match.group(2) or match.group(3)).lower()).split()
     power = match.group(4) or next((POWERS[word] for word in words if word in POWERS), "")
@@ -73,7 +77,7 @@ def equal(gold: str, answer: str) -> bool:
     gold, answer = _join(clean(gold)), _join(clean(answer))
     if not gold or not answer:
         return False  # an empty box is no 0 (M73)
-    if gold == answer:
+    if _compact(gold) == _compact(answer):
         return True
     (gold, gold_mark), (answer, answer_mark) = split_mark(gold), split_mark(answer)
     if gold_mark and answer_mark and gold_mark != answer_mark:
@@ -101,6 +105,11 @@ def _join(text: str) -> str:
     return re.sub(r"\s*(,\s*)+", lambda match: "," if match.group() == "," else ", ", text)
 
 
+def _compact(text: str) -> str:
+    r"""Without the blanks that part nothing: "( 1 )", but not "1 2", "1, 234" or "\pi r"."""
+    return re.sub(r"(?<![0-9A-Za-z,])\s+|\s+(?![0-9A-Za-z])", "", text)
+
+
 def _same(gold: str, answer: str) -> bool:
     import math_verify.grader
     math_verify.grader.sympy_numeric_eq = _numbers_equal
@@ -119,11 +128,10 @@ def _same(gold: str, answer: str) -> bool:
         return len(parts) == len(others) and all(equal(*pair) for pair in zip(parts, others))
     if ("=" in gold) != ("=" in answer):  # CONVENTION: "x = 5" is 5, "x^2 - 5 = 0" is not 0
         named, other = (gold, answer) if "=" in gold else (answer, gold)
-        name, *_, value = re.split(r"(?<![<>!\\])=", named)
-        if "," not in named and name != value:
-            if re.search(r"[A-Za-z]", name) and re.search(r"[0-9+*/^-]", name):
-                return False
-            return _same(value, other)
+        name, *middle, value = named.split("=")
+        if not middle or "," not in named:
+            is_value = not re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", name))
+            return bool(is_value or NAME.fullmatch(name)) and _same(value, other)
     trees = [parse(f"\\boxed{{{_tidy(text)}}}", _configs(), fallback_mode="no_fallback",
                    parsing_timeout=None) for text in (gold, answer)]
     return verify(*trees, timeout_seconds=None, allow_set_relation_comp=True, raise_on_error=True)

@@ -6,11 +6,11 @@ in the hub's order, that gives the authors' own split of all four domains, row b
 
 The authors' scorer takes the text after the last <answer>, or the whole text without a tag, and
 wants exactly the letter. Ours wants the closed tag that the prompt asks for, after the reasoning,
-and reads the letter as hub.choice_letter says.
+and reads the letter as choice.letter_of says.
 """
 from collections import Counter
 
-from data import hub
+from data import choice, hub, tiny_rows
 
 TRAIN = "sciknoweval"
 THINK_TAGS = ("<reasoning>", "</reasoning>")
@@ -60,9 +60,13 @@ def load(source: str, split: str = "train", limit: int | None = None, seed: int 
         if "system" in row:
             rows.append(_row(row["system"], row["prompt"], row["answer"], row.get("idx", place),
                              place))
-        elif row["details"]["level"] == "L3" and row["type"].startswith("mcq-"):
+        elif is_used(row):
             pool.append((place, row))
     return (rows or _split(pool, domain.capitalize(), split, path))[:limit]
+
+
+def is_used(row: dict) -> bool:
+    return row["details"]["level"] == "L3" and row["type"] in ("mcq-4-choices", "mcq-2-choices")
 
 
 def _split(pool: list[tuple[str, dict]], domain: str, split: str, source: str) -> list[dict]:
@@ -116,7 +120,7 @@ def score(response: str, answer: str) -> tuple[float, str]:
     end = text.find("</answer>", start)
     if start < 0 or end < 0:
         return 0.0, "There is no <answer>..</answer> after the reasoning."
-    letter = hub.choice_letter(text[start + len("<answer>"):end])
+    letter = choice.letter_of(text[start + len("<answer>"):end])
     if letter is None:
         return 0.0, "The <answer> tag does not hold just the letter of one option."
     return (1.0, "") if letter == answer else (0.0, "The chosen option is wrong.")
@@ -126,3 +130,9 @@ def render(answer: str) -> str:
     """A perfect response: the format that the system text asks for."""
     return (f"<reasoning>\nThe right option is {answer}.\n</reasoning>\n"
             f"<answer>\n{answer}\n</answer>")
+
+
+def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
+    """Which of four elements a fact is true of. The facts are few: they are learnt in tools/sft.py."""
+    return tiny_rows.collect("science", split, n, seed, lambda rng: tiny_rows.choice(
+        rng, tiny_rows.ELEMENTS, "Which {fact}?", "here {option} {fact}", "<answer>LETTER</answer>"))
