@@ -1,13 +1,13 @@
-"""Checkpoints: ordinary Hugging Face folders, plus what a run needs to go on as if it never stopped.
+"""Checkpoints: ordinary Hugging Face folders, plus what a run needs to go on as if never stopped.
 
   ckpt-000050/                config, safetensors, tokenizer: transformers and vLLM load it as it is
   ckpt-000050/trainer/        optimizer.safetensors, teacher.safetensors, state.json
   ckpt-000050/manifest.json   size and SHA-256 of every file
 
-All that is random in a run is keyed on (seed, step, row), so the step is the whole state of samples,
-data order, demonstrations and masks. A checkpoint is written aside, flushed to disk and renamed: a
-folder that bears the final name is whole, and a kill leaves the older ones as they were. Nothing is
-pickled.
+All that is random in a run is keyed on (seed, step, row), so the step is the whole state of its
+samples, data order, demonstrations and masks. A checkpoint is written aside, flushed to disk and
+renamed: a folder that bears the final name is whole, and a kill leaves the older ones as they were.
+Nothing is pickled.
 """
 import hashlib
 import json
@@ -27,15 +27,17 @@ from common import ROOT, fail, rank
 
 
 def load_model(name, dtype=torch.float32):
-    """(model, tokenizer) of a hub id, a Hugging Face folder, a .gguf file, or "tiny", on the CPU.
+    """(model, tokenizer) of a hub id, a folder (Hugging Face's or a run's), a .gguf file or "tiny".
 
-    Dropout is set to 0: with it, sampler and trainer would be two policies. Exits with 2 where there
-    is no such model. Code that comes with a model is never run.
+    Dropout is set to 0: with it, sampler and trainer would be two policies. Exits with 2 where
+    there is no such model. Code that comes with a model is never run.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
     logging.disable_progress_bar()
     path, gguf = str(ROOT / "data" / "tiny_model") if name == "tiny" else str(name), {}
+    if Path(path, "log.jsonl").exists():  # a run's folder stands for its last checkpoint
+        path = str(max(Path(path).glob("ckpt-*"), default=path))
     if path.endswith(".gguf"):
         path, gguf = str(Path(path).parent), {"gguf_file": Path(path).name}
     try:
@@ -47,7 +49,7 @@ def load_model(name, dtype=torch.float32):
         model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, **gguf)
     except (OSError, ValueError) as error:
         fail(f"--model {name}: {str(error).strip().splitlines()[0]}")
-    if gguf:  # de-quantised, but it refuses to be saved: move the weights into a model that does not
+    if gguf:  # de-quantised, but it refuses to be saved: move the weights into one that does not
         weights, generation, config = model.state_dict(), model.generation_config, model.config
         del config.quantization_config
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -62,14 +64,15 @@ def load_model(name, dtype=torch.float32):
 # ---- write ---------------------------------------------------------------------------------------
 
 def save(args, step, model, tokenizer, optimizer, teacher, state):
-    """Write args.out/ckpt-{step}; every rank calls it. `state` holds JSON values that resume returns.
+    """Write args.out/ckpt-{step}; every rank calls it. `state`: JSON values that resume returns.
     The newest args.keep of the trainer/ folders stay, and that of state["best_step"]."""
     out = Path(args.out)
     folder, aside = out / f"ckpt-{step:06d}", out / f".ckpt-{step:06d}.part"
     weights = {name: whole(tensor) for name, tensor in model.state_dict().items()}
     moments = {name: whole(tensor) for name, tensor in _moments(model, optimizer).items()}
     moved = teacher is not None and teacher.last_changed > 0  # else it is still that of the start
-    average = {name: whole(tensor) for name, tensor in _kept(teacher.model).items()} if moved else {}
+    average = _kept(teacher.model) if moved else {}
+    average = {name: whole(tensor) for name, tensor in average.items()}
     if rank() == 0:
         shutil.rmtree(aside, ignore_errors=True)
         (aside / "trainer").mkdir(parents=True)
@@ -144,7 +147,7 @@ def fault(folder):
 
 
 def newest(out):
-    """The newest whole checkpoint of a run that has a trainer state, or None; broken ones are named."""
+    """The newest whole checkpoint with a trainer state, or None; broken ones are named."""
     for folder in sorted(Path(out).glob("ckpt-*"), reverse=True):
         if (folder / "trainer").is_dir():
             wrong = fault(folder)
@@ -186,7 +189,8 @@ def resume(out, model, optimizer, teacher):
 def _open(*paths):
     """{name: function that reads the tensor} over safetensors files."""
     files = [safe_open(path, "pt") for path in paths]
-    return {name: lambda f=file, n=name: f.get_tensor(n) for file in files for name in file.keys()}  # noqa: SIM118
+    return {name: lambda f=file, n=name: f.get_tensor(n)
+            for file in files for name in file.keys()}  # noqa: SIM118
 
 
 def _assign(target, value):

@@ -1,10 +1,10 @@
 """Plumbing that every script shares: flags, ranks, sharding, gradients across ranks, and the log.
 
-One script serves 1 or N processes. Under torchrun each rank holds 1/N of the prompts of a step; what
-makes N processes one run is a forward pass that all ranks take equally often and one average of the
-gradients before the optimizer steps. `--fsdp off` keeps whole copies of the model and averages with
-one all-reduce a step: DDP without its hooks, so that micro-batches accumulate first and a rank
-without a row adds zeros. `--fsdp on` shards weights, gradients and optimizer with FSDP2.
+One script serves 1 or N processes. Under torchrun each rank holds 1/N of the prompts of a step;
+what makes N processes one run is a forward pass that all ranks take equally often and one average
+of the gradients before the optimizer steps. `--fsdp off` keeps whole copies of the model and
+averages with one all-reduce a step: DDP without its hooks, so that micro-batches accumulate first
+and a rank without a row adds zeros. `--fsdp on` shards weights, gradients and optimizer: FSDP2.
 """
 import argparse
 import contextlib
@@ -98,9 +98,9 @@ def add_run_args(parser, lr, updates):
 
 
 def parse(parser, argv, tiny, check):
-    """Parse flags over the defaults of --tiny, or over those of the run to --resume, and refuse what
-    is wrong before anything loads. tiny: the script's own laptop defaults; check(args, error): its
-    own conditions."""
+    """Parse flags over the defaults of --tiny, or over those of the run to --resume, and refuse
+    what is wrong before anything loads. tiny: the script's own laptop defaults; check(args, error):
+    its own conditions."""
     args, old = parser.parse_args(argv), {}
     if args.resume:
         config = Path(args.resume, "config.json")
@@ -187,7 +187,7 @@ def gather(items):
 def distribute(model, args, device, train=True):
     """Move a model to its device, say how it computes, and shard it where --fsdp asks for that.
 
-    auto shards where copies (weights, gradients, two moments, teacher) would fill over 60% of a GPU.
+    auto shards where copies (weights, gradients, two moments, teacher) would fill 60% of a GPU.
     """
     name = "bfloat16" if device.type == "cuda" else args.param_dtype
     compute, model = DTYPES[name if args.dtype == "auto" else args.dtype], model.to(device)
@@ -213,7 +213,7 @@ def distribute(model, args, device, train=True):
 
 @contextlib.contextmanager
 def gathered(model):
-    """Within it an FSDP model is whole on every rank: they may call it different numbers of times."""
+    """Within it an FSDP model is whole on every rank: each may call it as often as it likes."""
     shards = [m for m in model.modules() if isinstance(m, FSDPModule)]
     for m in shards:
         m.unshard()
@@ -311,7 +311,7 @@ def watch(state, line):
                                                        and line["grad_norm"] < 1e-4)):
         seen[name] = seen.get(name, 0) + 1 if now else 0
     if seen["mean"] < seen["best"] / 2 and seen["best"] > 0.05:
-        found["reward"] = f"running reward {seen['mean']:.3f}, under half its best {seen['best']:.3f}"
+        found["reward"] = f"running reward {seen['mean']:.3f}, half its best {seen['best']:.3f}"
     if line["artifact"] > max(0.5, 2 * seen["artifact"]):
         found["artifact"] = f"one repeated n-gram fills {line['artifact']:.0%} of a response"
     if line["boxed"] > max(3, 3 * seen["boxed"]):
@@ -357,9 +357,9 @@ class Log:
                     file.write("".join(json.dumps(row) + "\n" for row in rows))
             for warning in watch(self.state, line):
                 self.warn(f"collapse watch: {warning}")
-            shown = {k: f"{line[k]:.3g}" for k in ("reward", "jsd", "entropy", "length", "grad_norm",
-                                                   "eval") if line[k] is not None}
-            self.bar.set_postfix(shown, refresh=False)
+            names = ("reward", "jsd", "entropy", "length", "grad_norm", "eval")
+            self.bar.set_postfix({name: f"{line[name]:.3g}" for name in names
+                                  if line[name] is not None}, refresh=False)
             self.bar.update()
 
     def warn(self, text):
@@ -372,7 +372,7 @@ class Log:
 
 
 def describe(args):
-    """What a number needs beside it: flags, command, versions of code and libraries, machine, date."""
+    """What a number needs beside it: flags, command, versions of code and libraries, machine."""
     import transformers
     git = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"],
                          capture_output=True, text=True, check=False).stdout.strip()

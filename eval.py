@@ -74,7 +74,7 @@ def pass_at_k(n, c, k):
 
 
 def majority(answers, rewards):
-    """Mean reward of the most frequent answer, over all of them where several tie; 0 without any."""
+    """Mean reward of the most frequent answer, over all where several tie; 0 without any."""
     votes = Counter(answer for answer in answers if answer is not None)
     winners = {answer for answer in votes if votes[answer] == max(votes.values())}
     own = [reward for answer, reward in zip(answers, rewards, strict=True) if answer in winners]

@@ -39,7 +39,7 @@ def token_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def logprobs_and_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(token_logprobs, entropy of the distribution), each (...), nats. No gradient in the entropy."""
+    """(token_logprobs, entropy), (...) each, in nats. The entropy has no gradient."""
     log_p = logits.log_softmax(-1, dtype=_wide(logits))                          # (..., V)
     logprobs = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)                # (...)
     entropy = torch.special.entr(log_p.detach().exp()).sum(-1)                   # entr(0) = 0
@@ -170,7 +170,7 @@ def generalized_jsd(student_logits: Tensor, teacher_logits: Tensor, beta: float 
     through p_T. 0 <= D_beta, D_0.5 <= ln 2. A logit of -inf is a probability of 0; for
     0 < beta < 1 value and gradient are finite whatever the supports. (arXiv:2306.13649, eq. 1)
 
-    beta 0 is KL(p_T || p_S) (forward) and beta 1 KL(p_S || p_T) (reverse), by convention: the limits
+    beta 0 is KL(p_T || p_S) (forward), beta 1 KL(p_S || p_T) (reverse), by convention: the limits
     of D_beta/beta and D_beta/(1-beta). D_beta ITSELF tends to 0 at both ends, so the loss jumps
     there (p_T .9/.1, p_S .5/.5: beta .9 gives .043, beta 1 .511) and a beta near an end acts as a
     smaller learning rate. An end point is inf, as defined, where its first distribution has mass

@@ -1,7 +1,7 @@
 """The forward pass over responses: exact, without the work that a plain batch does twice.
 
-A plain batch runs [prompt, response] for each of the G siblings of a prompt, and holds a (tokens, V)
-tensor of logits. Neither is needed:
+A plain batch runs [prompt, response] for each of the G siblings of a prompt, and holds a tensor of
+(tokens, V) logits. Neither is needed:
 
   Shared prompts. Siblings become one row [prompt, response 1, .., response G]. Position ids restart
   at len(prompt) for each response and a mask lets a response see the prompt and itself. So a token
@@ -25,7 +25,7 @@ CHUNK = 2**25  # logits at a time, c * V: 128 MiB in float32, whatever the vocab
 
 
 def compute(model):
-    """The context in which a model runs: matmuls in `compute_dtype` where common.distribute set one."""
+    """The context in which a model runs: matmuls in the compute_dtype that distribute set."""
     dtype = getattr(model, "compute_dtype", None)
     return torch.autocast(model.device.type, dtype) if dtype else contextlib.nullcontext()
 
@@ -125,7 +125,7 @@ def chunk_size(model):
 
 class _ChunkedLoss(torch.autograd.Function):
     """Sum of the losses, through hidden (n, D), weight (V, D) and bias (V). The gradients are taken
-    in the forward pass, where the logits of the chunk are at hand, and only scaled in the backward."""
+    in the forward pass, where a chunk's logits are at hand, and only scaled in the backward."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, size, token_loss):
@@ -165,9 +165,9 @@ def micro_batches(rows, passes, responses, tokens_per_micro):
 
     rows: numbers into lists of token ids: `responses` and, for every forward pass that a row takes,
     a list of prompts in `passes` (the student's; the teacher's). Siblings, rows with one and the
-    same student prompt, stay together where the budget allows. Returns lists of row numbers, longest
-    first, then empty lists, so that all ranks have equally many. The gradient does not depend on the
-    split; time and memory do.
+    same student prompt, stay together where the budget allows. Returns lists of row numbers,
+    longest first, then empty lists, so that all ranks have equally many. The gradient does not
+    depend on the split; time and memory do.
     """
     def cost(rows):
         prompts = max(sum(map(len, {tuple(prompts[i]) for i in rows})) for prompts in passes)
@@ -197,9 +197,9 @@ def micro_batches(rows, passes, responses, tokens_per_micro):
 
 
 def tokens(rows, rollouts, masks, weights, device):
-    """The tokens of some rows that the loss is taken of: for each the number of its row, its id, its
-    log-probability when sampled and its weight, all (n,); and keep, a mask over ALL the response
-    tokens of these rows, of which they are the n. masks, weights: for each row (T,), (>= T,)."""
+    """The tokens of some rows that the loss is taken of: for each the number of its row, its id,
+    its log-probability when sampled and its weight, all (n,); and keep, a mask over ALL response
+    tokens of the rows, of which they are n. masks, weights: for each row (T,), (>= T,)."""
     if not rows:
         none = torch.zeros(0, device=device)
         return none.long(), none.long(), none, none, none.bool()
@@ -213,9 +213,9 @@ def tokens(rows, rollouts, masks, weights, device):
 
 @torch.no_grad()
 def probe(model):
-    """Find out on ten tokens what an architecture can do, and note it on the model: `plain_head` (its
-    logits are one linear layer of its last hidden states), `can_pack` (it honours position ids and a
-    4-D mask). Returns one line on what takes the plain path instead, or ""."""
+    """Find out on ten tokens what an architecture can do, and note it on the model: `plain_head`
+    (logits are one linear layer of the last hidden states), `can_pack` (position ids and a 4-D mask
+    are honoured). Returns one line on what takes the plain path instead, or ""."""
     def run(pack):
         hidden = response_hidden(model, [0, 1], [[1, 2, 3, 4]] * 2, [[5, 6, 7], [8, 9]], pack)
         return head(model, hidden).float()

@@ -148,7 +148,7 @@ def sample(model, tokenizer, prompts, numbers, group, max_new, key, temperature=
     bounds the key-value cache, rows x (prompt + max_new).
     """
     stop, done = stop_ids(model, tokenizer), {}
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))  # like lengths: less padding
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))  # so that few are padded
     while order:
         room = max(1, tokens_at_once // (group * (len(prompts[order[0]]) + max_new)))
         chosen, order = order[:room], order[room:]
@@ -161,14 +161,15 @@ def sample(model, tokenizer, prompts, numbers, group, max_new, key, temperature=
             ids = tokens[k, :n].tolist()
             if logprobs[k, :n].isnan().any():
                 raise FloatingPointError(f"{key}, row {row}: the student's logits are NaN")
-            done[row] = Rollout(row, prompts[chosen[k // group]], ids, logprobs[k, :n].clone(),
-                                entropy[k, :n].clone(), ids[-1] in stop, decode(tokenizer, ids, stop))
+            done[row] = Rollout(
+                row, prompts[chosen[k // group]], ids, logprobs[k, :n].clone(),
+                entropy[k, :n].clone(), ids[-1] in stop, decode(tokenizer, ids, stop))
     return [done[number * group + g] for number in numbers for g in range(group)]
 
 
 @torch.no_grad()
 def logprobs(model, rollouts, tokens_per_micro, pack=True):
-    """What a model gives the sampled tokens: (log-probabilities, entropies), a (T,) tensor a row."""
+    """What a model gives the sampled tokens: (log-probabilities, entropies), (T,) for each row."""
     prompts, responses = [r.prompt for r in rollouts], [r.ids for r in rollouts]
     out, size = [None] * len(rollouts), packing.chunk_size(model)
     for rows in packing.micro_batches(range(len(rollouts)), [prompts], responses, tokens_per_micro):
@@ -186,8 +187,8 @@ def logprobs(model, rollouts, tokens_per_micro, pack=True):
 # ---- the prompts of a run, and the rewards of its responses --------------------------------------
 
 def load_rows(args, task, tokenizer):
-    """Training rows whose prompt fits in --max_prompt. Each has gained "ids", its prompt's tokens, and
-    "opened", the tag of the reasoning block that the prompt itself opens, or ""."""
+    """Training rows whose prompt fits in --max_prompt. Each has gained "ids", its prompt's tokens,
+    and "opened", the tag of the reasoning block that the prompt itself opens, or ""."""
     try:
         rows = task.load(args.data, "train", seed=args.seed)
     except ValueError as error:

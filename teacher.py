@@ -5,7 +5,7 @@ said about the row's own attempt. Its weights phi start as the student's theta; 
   frozen            phi stays                                          `--ema 0`, the default
   EMA               phi <- (1-a) phi + a theta, every step             `--ema a`, an update rate
   StableSDPO        phi <- (1-g) phi + g theta, when s % k == 0        `--restart_every k`, g = 1
-(arXiv:2601.20802, arXiv:2607.01763; SPEC 3.) Nothing here knows of a tokenizer: encode is passed in.
+(arXiv:2601.20802, arXiv:2607.01763; SPEC 3.) Nothing here knows a tokenizer: encode is passed in.
 """
 
 import copy
@@ -24,7 +24,7 @@ CLOSING = "Now solve the original question correctly."
 # ---- how it moves --------------------------------------------------------------------------------
 
 def matched_mix(ema: float, every: int) -> float:
-    """The restart mix that forgets as much in one step as EMA does in `every`: 1 - (1-ema)^every."""
+    """The restart mix that forgets as much at once as EMA in `every` steps: 1 - (1-ema)^every."""
     return 1 - (1 - ema) ** every
 
 
@@ -186,7 +186,7 @@ def _inside(text: str, tags: tuple[str, str], opened: bool) -> bytearray:
 
 
 def strip_thinking(text: str, tags: tuple[str, str] | None = None, opened: bool = False) -> str:
-    """The text without its reasoning, stripped; "" where nothing is left. Default: any known tags."""
+    """The text without its reasoning, stripped; "" where none is left. Default: all known tags."""
     pairs = THINK_TAGS if tags is None else (tags,)
     for pair in pairs:
         inside = _inside(text, pair, opened and pair is pairs[0])
@@ -212,7 +212,7 @@ def response_for_demo(text: str, tags: tuple[str, str], keep_thinking: bool = Fa
     """A response as a demonstration, or None where nothing is left of it.
 
     Reasoning is removed unless keep_thinking (`--demo_cot`; a block opened by the prompt then gets
-    its opening tag back). special: the tokenizer's special tokens, which, spelled out, would end the
+    its opening tag back). special: the tokenizer's special tokens, that, spelled out, would end the
     user's turn early; removed until none is left, as removing one may join another.
     """
     special = [token for token in special if token]

@@ -81,7 +81,7 @@ def check(args, error):
     if not 0 <= args.restart_mix <= 1:
         error(f"--restart_mix {args.restart_mix}: must lie in [0, 1], or be matched")
     if args.max_teacher_prompt < args.max_prompt + 64:
-        error(f"--max_teacher_prompt {args.max_teacher_prompt}: must be at least --max_prompt + 64, "
+        error(f"--max_teacher_prompt {args.max_teacher_prompt}: must be --max_prompt + 64 or more, "
               "to hold the question, the headings and some of a demonstration")
 
 
