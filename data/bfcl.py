@@ -59,7 +59,7 @@ def fault(answer: dict, name: str, arguments: dict) -> str:
     (wanted, allowed), = answer["ground_truth"][0].items()
     if name != wanted:
         return "this tool is not the right one here"
-    parameters = next(f["parameters"] for f in answer["functions"] if f["name"] == wanted)
+    parameters = {f["name"]: f["parameters"] for f in answer["functions"]}[wanted]
     for key, value in arguments.items():
         if key not in parameters["properties"] or key not in allowed:
             return f"parameter {key[:80]!r} is not expected"

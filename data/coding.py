@@ -14,12 +14,15 @@ import json
 import pickle
 import re
 import zlib
+from pathlib import Path
 from types import NoneType
 
 from data import coding_judge, hub, tiny_rows
 
 TRAIN = "dolci"
 THINK_TAGS = ("<think>", "</think>")
+
+LARGEST = 512 << 20  # bytes of the tests of a row, unpacked
 
 PROMPT = ("You are a coding expert. You will be given a coding problem, and you need to write a "
           "correct Python program that matches the specification and passes all tests. The time "
@@ -49,10 +52,9 @@ def load(source: str, split: str | None = None, limit: int | None = None,
     """
     if source == "tiny":
         return tiny(split, limit, seed)
-    from_hub = not source.endswith((".jsonl", ".json"))
-    rows = []
+    from_hub, rows = not Path(source).exists(), []
     for place, record in hub.read_rows(source, [DOLCI, LCB, MBPP, HUMANEVAL],
-                                       "train" if source == "mbpp" else None):
+                                       split if source == "mbpp" else None):
         if limit is not None and len(rows) >= limit:
             break
         try:
@@ -139,12 +141,12 @@ class _Data(pickle.Unpickler):
 
 
 def decode_tests(text: str) -> list:
-    """JSON, or base64(zlib(pickle(a list, or its JSON))), 512 MB at most; executes nothing."""
+    """JSON, or base64(zlib(pickle(a list, or its JSON))), LARGEST at most; executes nothing."""
     if not text.lstrip().startswith(("[", "{")):
         unpacked = zlib.decompressobj()
-        data = unpacked.decompress(base64.b64decode(text, validate=True), 512 << 20)
+        data = unpacked.decompress(base64.b64decode(text, validate=True), LARGEST)
         if not unpacked.eof:
-            raise ValueError("the tests are cut off or larger than 512 MB")
+            raise ValueError("the tests are cut off or too large")
         text = _Data(io.BytesIO(data)).load()
     tests = json.loads(text) if isinstance(text, str) else text
     if not isinstance(tests, list) or not tests:
@@ -180,7 +182,9 @@ def score(response: str, answer: dict) -> tuple[float, str]:
     """1.0 if the program in the response passes all tests of answer.
 
     answer: {"tests": [{"input", "output"}, ..]} for stdin programs, with "fn_name" for functions
-    (their input is one JSON argument a line), or {"asserts": [..]}, with code that runs before ("prelude") or after ("setup") the program."""
+    (their input is one JSON argument a line), or {"asserts": [..]}, with code that runs before
+    ("prelude") or after ("setup") the program.
+    """
     program = extract(response)
     if not program.strip():
         return 0.0, "There is no program; give it in a block enclosed with ```."

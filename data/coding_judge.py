@@ -42,6 +42,8 @@ def judge(program: str, answer: dict) -> tuple[float, str]:
     not run again; a verdict that the clock gave is not kept. Raises ValueError and the like for
     tests that cannot be read.
     """
+    if not answer.get("tests") and not answer.get("asserts"):
+        raise ValueError("no tests")  # nothing to fail would be a reward for anything
     key = hashlib.sha256(json.dumps([program, answer]).encode()).digest()
     with _lock:
         future = _verdicts.pop(key, None)

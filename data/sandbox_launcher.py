@@ -41,7 +41,7 @@ def clean_up():
             with open(f"/proc/self/task/{os.getpid()}/children") as file:
                 pids.update(map(int, file.read().split()))
         for pid in pids:
-            try:
+            try:  # noqa: SIM105 (contextlib costs 2 ms)
                 (os.kill if linux else os.killpg)(pid, 9)
             except (ProcessLookupError, PermissionError):
                 pass  # it has just ended
@@ -90,7 +90,7 @@ def wall_in():
             kept = kept & 0xc0e | (1 << 21 if kept & 4096 else 0)
             call("mount", None, top + path, None, 0x1021 | kept, None)  # read only
     os.mkdir(top + "/proc")
-    try:
+    try:  # noqa: SIM105
         call("mount", b"proc", top + "/proc", b"proc", 0xe, None)
     except OSError:
         pass  # some containers refuse it: no /proc at all, then
