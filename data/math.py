@@ -134,7 +134,7 @@ def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
                 sign = VERBS[verb][0] * (-1 if slip == "sign" else 1)
                 new = total + sign * k + (rng.choice((-10, 10)) if slip == "tens" else 0)
                 sums.append(f"{total} {'+' if sign > 0 else '-'} {k} = {new}")
-                words.append(f"{'add' if sign > 0 else 'take'} {k} gives {new}")
+                words.append(f"{total} {'and' if sign > 0 else 'less'} {k} is {new}")
                 total = new
             return total, *(f"{', '.join(said)}\n\\boxed{{{total}}}" for said in (sums, words))
 
