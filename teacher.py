@@ -62,6 +62,9 @@ class Teacher:
     @torch.no_grad()
     def update(self, student: nn.Module, step: int) -> None:
         """Moves `.model` in place towards the student. Call it after every step, skipped or not."""
+        for model in (self.model, student):         # FSDP: give up what a forward pass gathered
+            if hasattr(model, "reshard"):
+                model.reshard()
         rate = self.rate(step)
         if rate == 0:
             return
