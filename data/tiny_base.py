@@ -11,7 +11,7 @@ Four things make it so (measured, with what failed, in results/):
               token what a right response has there. Without it a teacher follows the student's
               mistakes and has nothing to say about them.
   noise last  without a demonstration a wrong working takes the place of a right one in a share of
-              the examples ("hard", 15 to 70% by the kind of question): uncertainty for RL to resolve.
+              the examples ("hard", 15 to 70% by the kind of question): doubts for RL to resolve.
 """
 import difflib
 import random
@@ -19,7 +19,6 @@ from collections import Counter
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 import data
@@ -29,7 +28,8 @@ SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|t
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
     "{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}"
-    "{% if enable_thinking is defined and enable_thinking %}<|think|>{% endif %}<|assistant|>{% endif %}")
+    "{% if enable_thinking is defined and enable_thinking %}<|think|>{% endif %}"
+    "<|assistant|>{% endif %}")
 # One piece: a tag, a word or a digit with the space before it, a run of newlines or of signs.
 PIECE = r"</?(?:think|reasoning|answer)>| ?[A-Za-z]+| ?[0-9]|\n+| ?[^\sA-Za-z0-9]+|\s+"
 IGNORED = -100  # the label of a token that is not learnt from
@@ -42,13 +42,15 @@ def make_tokenizer(texts: list[str], size: int = 512) -> PreTrainedTokenizerFast
     """The most frequent pieces of texts, and every byte of UTF-8: any text comes back exactly."""
     byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     pieces = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PIECE), "isolated"), byte])
-    # a character of each lead byte and of each continuation byte, and what ASCII text is made of
-    codes = [9, 10, *range(32, 127), *range(0x80, 0xC0), *range(0x80, 0x800, 0x40),
-             *range(0x800, 0xD000, 0x1000), 0xD000, 0xE000, 0xF000, *range(0x10000, 0x110000, 0x40000)]
+    # ASCII, and a character of each lead byte and of each continuation byte of UTF-8
+    codes = [9, 10, 13, *range(32, 127), *range(0x80, 0xC0), *range(0xC0, 0x800, 0x40),
+             *range(0x800, 0xD000, 0x1000), 0xD000, 0xE000, 0xF000,
+             *range(0x10000, 0x110000, 0x40000)]
     letters = sorted({c for code in codes for c in byte.pre_tokenize_str(chr(code))[0][0]})
     count = Counter(piece for text in texts for piece, _ in pieces.pre_tokenize_str(text))
     words = [p for p, _ in count.most_common() if len(p) > 1][:size - len(SPECIAL) - len(letters)]
-    scores = [(t, 0.0) for t in SPECIAL] + [(c, -10.0) for c in letters] + [(w, -1.0) for w in words]
+    scores = [*((t, 0.0) for t in SPECIAL), *((c, -10.0) for c in letters),
+              *((w, -1.0) for w in words)]  # the most probable cut takes whole words
     tokenizer = Tokenizer(models.Unigram(scores, unk_id=0))
     tokenizer.pre_tokenizer, tokenizer.decoder = pieces, decoders.ByteLevel()
     return PreTrainedTokenizerFast(
@@ -58,13 +60,13 @@ def make_tokenizer(texts: list[str], size: int = 512) -> PreTrainedTokenizerFast
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """A stock Qwen2 of three layers, randomly initialised from torch's global generator, but for two
-    heads of the first layer, which start by looking one and two tokens back."""
+    """A stock Qwen2 of three layers, random from torch's global generator, but for two heads of the
+    first layer, which start by looking one and two tokens back."""
     model = Qwen2ForCausalLM(Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=1024,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, tie_word_embeddings=False,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
     for head, distance in enumerate((1, 2)):
         _look_back(model, head, distance)
     return model
@@ -79,12 +81,13 @@ def _look_back(model: Qwen2ForCausalLM, head: int, distance: int) -> None:
     """
     config, attention = model.config, model.model.layers[0].self_attn
     size = config.hidden_size // config.num_attention_heads
-    w = config.rope_parameters["rope_theta"] ** (-torch.arange(0, size, 2) / size)  # radians a token
+    w = config.rope_parameters["rope_theta"] ** (-torch.arange(0, size, 2) / size)  # radians
     k = (w > .05) * (8 * size ** .5 / (w > .05).sum()) ** .5  # a score of 8 after the 1/sqrt(size)
     here = slice(head * size, (head + 1) * size)
     with torch.no_grad():
+        angle = distance * w
         attention.k_proj.bias[here] = torch.cat([k, 0 * k])
-        attention.q_proj.bias[here] = torch.cat([k * (distance * w).cos(), -k * (distance * w).sin()])
+        attention.q_proj.bias[here] = torch.cat([k * angle.cos(), -k * angle.sin()])
 
 
 def thought(text: str, tags: tuple[str, str], think: bool) -> str:
@@ -95,7 +98,7 @@ def thought(text: str, tags: tuple[str, str], think: bool) -> str:
 
 def example(row: dict, tags: tuple[str, str], tokenizer, rng: random.Random,
             noise: bool) -> tuple[list[int], list[int]]:
-    """(token ids, labels) of one drawn training example; labels[t] is what position t should hold."""
+    """(token ids, labels) of a drawn training example; labels[t] is what position t should hold."""
     think = rng.random() < .25
 
     def right():
@@ -139,9 +142,10 @@ def aligned(own: list[int], rights: list[list[int]]) -> list[int]:
 
 
 def recall(vocab: int, rng: random.Random) -> tuple[list[int], list[int]]:
-    """(ids, labels): random tokens, some others, the same tokens again; the second time is learnt."""
-    before, again, between = ([rng.randrange(len(SPECIAL), vocab) for _ in range(rng.randint(*size))]
-                              for size in ((1, 8), (8, 20), (1, 8)))
+    """(ids, labels): random tokens, others, the same tokens again; the second time is learnt."""
+    before, again, between = (
+        [rng.randrange(len(SPECIAL), vocab) for _ in range(rng.randint(*size))]
+        for size in ((1, 8), (8, 20), (1, 8)))
     start = before + again + between
     return start + again, [IGNORED] * (len(start) + 1) + again[1:]
 
@@ -150,9 +154,9 @@ def prepare() -> tuple[list[dict], PreTrainedTokenizerFast]:
     """(rows of all six domains, each with its task's "tags"; the tokenizer made of their texts)."""
     rows = [{**row, "task": name, "tags": task.THINK_TAGS} for name, task in data.TASKS.items()
             for seed in range(4) for row in task.tiny("train", 2000, seed)]
-    texts = [thought(row[key], row["tags"], i % 4 == 0) for i, row in enumerate(rows)
+    texts = [thought(row[key], row["tags"], i % 4 == 0) for i, row in enumerate(rows[::8])
              for key in ("response", "also", "wrong")]
-    for row in rows:  # the teacher's own sentences are in every vocabulary
+    for row in rows[::8]:  # the teacher's own sentences are in every vocabulary
         texts += [m["content"] for m in teacher.teacher_messages(row["messages"], "x", "y")]
     return rows, make_tokenizer(texts)
 

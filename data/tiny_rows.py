@@ -14,9 +14,9 @@ from data.hub import DataError
 
 COUNTS = {"train": 2000, "test": 600}  # rows where no number is asked for
 
-CITIES = "Oslo Rome Paris Lima Cairo Tokyo Delhi Quito Bern Seoul".split()
-NAMES = "Ann Bob Cal Dan Eve Fay Gus Hal".split()
-ELEMENTS = {  # science, and the half of knowledge that lies near it: fact -> (what it is true of, hard)
+CITIES = ["Oslo", "Rome", "Paris", "Lima", "Cairo", "Tokyo", "Delhi", "Quito", "Bern", "Seoul"]
+NAMES = ["Ann", "Bob", "Cal", "Dan", "Eve", "Fay", "Gus", "Hal"]
+ELEMENTS = {  # science, and half of knowledge: fact -> (what it is true of, hard)
     "is a noble gas": ("helium neon argon krypton xenon", .35),
     "is a halogen": ("fluorine chlorine bromine iodine", .65),
     "is an alkali metal": ("lithium sodium potassium rubidium cesium", .5),
@@ -28,7 +28,8 @@ ELEMENTS = {  # science, and the half of knowledge that lies near it: fact -> (w
 
 
 def collect(task: str, split: str, n: int | None, seed: int, draw: Callable) -> list[dict]:
-    """n distinct rows. draw(rng) -> (question, finish), finish() -> (answer, right, also, wrong, hard).
+    """n distinct rows of draw(rng) -> (question, finish); finish() makes answer, right, also, wrong
+    and hard.
 
     The hash of a question decides where it belongs: one in five is a test question, and each is in
     the share of one of four seeds (seed % 4). So train and test are disjoint, and neighbouring
@@ -58,7 +59,8 @@ def collect(task: str, split: str, n: int | None, seed: int, draw: Callable) -> 
     raise DataError(f"tiny {task}, {split}, seed {seed}: only {len(found)} questions, {n} wanted")
 
 
-def choice(rng: random.Random, facts: dict, ask: str, say: str, answer: str) -> tuple[str, Callable]:
+def choice(rng: random.Random, facts: dict, ask: str, say: str,
+           answer: str) -> tuple[str, Callable]:
     """A question with four options, one of which the fact is true of; for collect().
 
     facts: {fact: ("options it is true of", hard)}; ask and say hold {fact}, say also {option}, and
@@ -68,7 +70,7 @@ def choice(rng: random.Random, facts: dict, ask: str, say: str, answer: str) -> 
     names, hard = facts[fact]
     others = [name for other, (true, _) in facts.items() if other != fact for name in true.split()]
     right, *rest = rng.choice(names.split()), *rng.sample(others, 3)
-    options = dict(zip(rng.sample([right, *rest], 4), "ABCD"))
+    options = dict(zip(rng.sample([right, *rest], 4), "ABCD", strict=True))
     question = ask.format(fact=fact) + "".join(f"\n{c}: {name}" for name, c in options.items())
 
     def work(name):
@@ -76,4 +78,7 @@ def choice(rng: random.Random, facts: dict, ask: str, say: str, answer: str) -> 
         return (say.format(option=name, fact=fact) + tail,
                 f"it is option {options[name]}, {name}{tail}")
 
-    return question, lambda: (options[right], *work(right), rng.choice(work(rng.choice(rest))), hard)
+    def finish():
+        return options[right], *work(right), rng.choice(work(rng.choice(rest))), hard
+
+    return question, finish

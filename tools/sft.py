@@ -2,11 +2,8 @@
 
 A model that never solves a task has nothing to reinforce and no sibling to learn from. So it first
 imitates right answers, a row's "response" or else task.render(answer), with the loss on the
-assistant's tokens alone:
-
-    loss = - sum_t log p(y_t | x, y_<t) / response tokens of the step
-
-With --tiny it makes a small model from nothing (its curriculum: data/tiny_base.py).
+assistant's tokens alone:  loss = - sum_t log p(y_t | x, y_<t) / response tokens of the step
+With --tiny it makes a small model from nothing instead (its curriculum: data/tiny_base.py).
 
     python tools/sft.py --model SmolLM2.gguf --task science --data train.jsonl --out runs/warm
     python tools/sft.py --tiny --seed 0 --out data/tiny_model      # 10 minutes on one core, 1 GB
@@ -14,7 +11,6 @@ With --tiny it makes a small model from nothing (its curriculum: data/tiny_base.
 import argparse
 import random
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -26,7 +22,8 @@ import checkpoint
 import common
 import data
 import rollout
-import data.tiny_base as tiny_base
+from data import tiny_base
+from data.tiny_base import IGNORED
 
 
 def get_args(argv=None):
@@ -39,18 +36,18 @@ def get_args(argv=None):
     add("--split", default="train", help="split of the data, where it has several")
     add("--limit", type=int, help="use the first rows only")
     add("--think", action="store_true", help="turn the chat template's thinking on")
+    add("--out", required=True, help="folder for the model and its tokenizer")
     add = parser.add_argument_group("optimizer").add_argument
     add("--steps", type=int, help="optimizer steps (default: 100; with --tiny 1400)")
     add("--batch", type=int, help="examples of a step (default: 16; with --tiny 48)")
     add("--lr", type=float, help="peak learning rate of AdamW (default: 2e-5; with --tiny 2e-3)")
     add("--max_tokens", type=int, default=1024, help="longer examples are dropped, and counted")
-    add("--tokens_per_micro", type=int, default=4096, help="tokens of one forward and backward pass")
-    add("--seed", type=int, default=0, help="order of the rows and, with --tiny, all that is random")
-    add("--out", required=True, help="folder for the model and its tokenizer")
+    add("--tokens_per_micro", type=int, default=4096, help="tokens of a forward and backward pass")
+    add("--seed", type=int, default=0, help="draws rows and, with --tiny, all that is random")
+    tiny = "--tiny" in (sys.argv[1:] if argv is None else argv)
+    parser.set_defaults(**dict(steps=1400, batch=48, lr=2e-3) if tiny else
+                        dict(steps=100, batch=16, lr=2e-5))
     args = parser.parse_args(argv)
-    for name, (usual, tiny) in {"steps": (100, 1400), "batch": (16, 48), "lr": (2e-5, 2e-3)}.items():
-        if getattr(args, name) is None:
-            setattr(args, name, tiny if args.tiny else usual)
     for name in ("steps", "batch", "lr", "max_tokens", "tokens_per_micro", "limit"):
         if (value := getattr(args, name)) is not None and not value > 0:
             parser.error(f"--{name} {value}: must be positive")
@@ -61,7 +58,7 @@ def get_args(argv=None):
 
 
 def gold_examples(args, tokenizer):
-    """[(token ids, labels)] of the rows: labels are the response's tokens and the end, else -100."""
+    """[(token ids, labels)] of the rows: labels are the response and its end, else IGNORED."""
     task, examples = data.TASKS[args.task], []
     rows = task.load(args.data, args.split, args.limit)
     for row in rows:
@@ -69,35 +66,32 @@ def gold_examples(args, tokenizer):
         text = row.get("response") or task.render(row["answer"])
         response = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
         if len(prompt) + len(response) <= args.max_tokens:
-            labels = [tiny_base.IGNORED] * len(prompt) + response
-            examples.append((prompt + response, labels))
+            examples.append((prompt + response, [IGNORED] * len(prompt) + response))
     print(f"{len(examples)} of {len(rows)} rows fit into --max_tokens {args.max_tokens}")
     return examples or common.fail(f"--data {args.data}: no row fits into {args.max_tokens} tokens")
 
 
 def micro_batches(examples, budget):
-    """Pads like lengths together, on the right: [(ids (B,T), labels (B,T))], B x T <= budget."""
+    """Like lengths together, padded on the right: [(ids (B,T), labels (B,T))], B x T <= budget."""
     examples, batches = sorted(examples, key=lambda example: len(example[0])), []
     while examples:
-        width, size = len(examples[-1][0]), max(1, budget // len(examples[-1][0]))
-        rows, examples = examples[-size:], examples[:-size]
-        batches.append(tuple(
-            torch.tensor([row[k] + [fill] * (width - len(row[k])) for row in rows])
-            for k, fill in ((0, 0), (1, tiny_base.IGNORED))))
+        width = len(examples[-1][0])
+        at = -max(1, budget // width)
+        rows, examples = examples[at:], examples[:at]
+        batches.append([torch.tensor([row[k] + [fill] * (width - len(row[k])) for row in rows])
+                        for k, fill in ((0, 0), (1, IGNORED))])
     return batches
 
 
 def step(model, optimizer, batches):
-    """One optimizer step over micro-batches of (ids, labels). Returns the mean loss, nats a token."""
-    total = sum((labels[:, 1:] != tiny_base.IGNORED).sum() for _, labels in batches)
-    mean = 0.0
+    """One optimizer step over micro-batches of (ids, labels). Returns the loss, nats a token."""
+    total, mean = sum((labels[:, 1:] != IGNORED).sum() for _, labels in batches), 0.0
     for ids, labels in batches:
         # logits (B,T,V) are what costs memory: none before the first token that is learnt
-        first = max(1, (labels != tiny_base.IGNORED).any(0).nonzero()[0].item())
-        keep = ids.shape[1] - first + 1
-        logits = model(input_ids=ids, logits_to_keep=keep).logits[:, :-1].float()  # (B, keep-1, V)
-        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1 - keep:].flatten(),
-                               ignore_index=tiny_base.IGNORED, reduction="sum") / total
+        keep = ids.shape[1] - max(1, (labels != IGNORED).any(0).nonzero()[0].item())
+        logits = model(input_ids=ids, logits_to_keep=keep + 1).logits[:, :-1].float()  # (B,keep,V)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, -keep:].flatten(),
+                               ignore_index=IGNORED, reduction="sum") / total
         loss.backward()
         mean += loss.item()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -108,7 +102,7 @@ def step(model, optimizer, batches):
 
 def main(args):
     torch.manual_seed(args.seed)
-    rng, start = random.Random(args.seed), time.time()
+    rng = random.Random(args.seed)
     if args.tiny:
         rows, tokenizer = tiny_base.prepare()
         model = tiny_base.make_model(tokenizer)
@@ -117,20 +111,17 @@ def main(args):
         examples = gold_examples(args, tokenizer)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-    for number in (bar := tqdm(range(args.steps), desc=f"sft {args.task if not args.tiny else 'tiny'}")):
+    for number in (bar := tqdm(range(args.steps), desc="sft")):
         done = number / args.steps
-        for group in optimizer.param_groups:  # 1 warm-up in 25, level to the half, then down to 0
+        for group in optimizer.param_groups:  # up for 1/25 of the steps, level to the half, down
             group["lr"] = args.lr * min(1.0, 25 * (done + 1 / args.steps), 2 * (1 - done))
-        if args.tiny:
-            drawn = tiny_base.examples(rows, tokenizer, rng, done, args.batch)
-        else:
-            drawn = rng.sample(examples, min(args.batch, len(examples)))
+        drawn = (tiny_base.examples(rows, tokenizer, rng, done, args.batch) if args.tiny else
+                 rng.sample(examples, min(args.batch, len(examples))))
         loss = step(model, optimizer, micro_batches(drawn, args.tokens_per_micro))
         bar.set_postfix(loss=f"{loss:.3f}")
     model.eval().save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
-    print(f"{args.out}: {sum(p.numel() for p in model.parameters()):,} weights, last loss {loss:.3f}, "
-          f"{time.time() - start:.0f} s")
+    print(f"{args.out}: {model.num_parameters():,} weights, loss {loss:.3f} at the end")
 
 
 if __name__ == "__main__":
