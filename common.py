@@ -338,9 +338,10 @@ class Log:
                         disable=rank() > 0 or args.quiet)
         if rank() == 0:
             self.out.mkdir(parents=True, exist_ok=True)
-            for name in ("log.jsonl", "samples.jsonl"):  # forget what came after the checkpoint
+            for name in ("log.jsonl", "samples.jsonl"):  # forget what came after the checkpoint,
+                # and the end of the file where a kill left half a line
                 path = self.out / name
-                lines = path.read_text().splitlines() if start and path.exists() else []
+                lines = path.read_text().split("\n")[:-1] if start and path.exists() else []
                 lines = [line for line in lines if json.loads(line)["step"] <= start]
                 path.write_text("".join(f"{line}\n" for line in lines))
                 for line in map(json.loads, lines if name == "log.jsonl" else []):
