@@ -42,8 +42,25 @@ MEANS = ("reward", "loss", "jsd", "entropy", "teacher_entropy", "kl_ref", "lengt
 
 # ---- flags ---------------------------------------------------------------------------------------
 
+class Help(argparse.RawDescriptionHelpFormatter):
+    """One line for each flag, with its default."""
+
+    def __init__(self, prog):
+        super().__init__(prog, max_help_position=48, width=160)
+
+    def _get_default_metavar_for_optional(self, action):
+        return (action.type or str).__name__.upper()
+
+    def _get_help_string(self, action):
+        shown = type(action.default) in (int, float, str) and action.dest != "help"
+        return action.help + (" [%(default)s]" if shown else "")
+
+
 class Parser(argparse.ArgumentParser):
     """argparse that says what is wrong in one line, once, and exits with 2."""
+
+    def __init__(self, prog=None, description=None):
+        super().__init__(prog, "%(prog)s [flags]", description, formatter_class=Help)
 
     def error(self, message):
         if rank() == 0:

@@ -13,7 +13,6 @@
 Samples are drawn at T 0.6, top-p 0.95, as in the paper; the output says so. --baseline scores one
 more model on the same prompts under the same settings, and adds relative gain and forgetting.
 """
-import argparse
 import json
 import time
 from collections import Counter
@@ -132,7 +131,7 @@ def read(task, source, split, tokenizer, args, limit):
 # ---- the script ----------------------------------------------------------------------------------
 
 def get_args(argv=None):
-    parser = common.Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = common.Parser(description=__doc__)
     add = parser.add_argument_group("what").add_argument
     add("--model", nargs="+", default=["Qwen/Qwen3-4B"], help="hub ids, folders, .gguf files, tiny")
     add("--tasks", default="paper", help="benchmarks with commas between them, or paper, or tiny")

@@ -15,7 +15,6 @@ arXiv:2607.01763 (the paper). Left out: critics, reward models, LoRA, off-policy
     torchrun --nproc_per_node 8 train_grpo.py                     # the paper's GRPO, Qwen3-4B, math
     torchrun --nproc_per_node 8 train_grpo.py --lr 1e-5 --kl_coef 0.001 --task science
 """
-import argparse
 import time
 
 import torch
@@ -55,7 +54,7 @@ def check(args, error):
 
 
 def get_args(argv=None):
-    parser = common.Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = common.Parser(description=__doc__)
     add_args(parser)
     return common.parse(parser, argv, TINY, check)
 

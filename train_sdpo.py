@@ -119,7 +119,7 @@ def targets(args, task, tokenizer, batch, rollouts, rewards, feedback, step):
 
 
 def get_args(argv=None):
-    parser = common.Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = common.Parser(description=__doc__)
     add_args(parser)
     return common.parse(parser, argv, TINY, check)
 

@@ -8,7 +8,6 @@ With --tiny it makes a small model from nothing instead (its curriculum: data/ti
     python tools/sft.py --model SmolLM2.gguf --task science --data train.jsonl --out runs/warm
     python tools/sft.py --tiny --seed 0 --out data/tiny_model      # 10 minutes on one core, 1 GB
 """
-import argparse
 import random
 import sys
 from pathlib import Path
@@ -27,7 +26,7 @@ from data.tiny_base import IGNORED
 
 
 def get_args(argv=None):
-    parser = common.Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = common.Parser(description=__doc__)
     add = parser.add_argument_group("model and data").add_argument
     add("--model", default="Qwen/Qwen3-4B", help="hub id, Hugging Face folder or .gguf file")
     add("--tiny", action="store_true", help="build the tiny base instead, on the six tiny domains")
