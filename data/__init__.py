@@ -1,17 +1,24 @@
 """The six domains of the paper, one file each, and the benchmarks that they are measured on.
 
-A domain is a module with the same five names; a new one is a file and a line in TASKS:
+A domain is a module with the same names; a new one is a file and a line in TASKS:
   TRAIN       short name of the paper's training source (None: the domain is only evaluated)
   THINK_TAGS  the tags around reasoning in its answers
   load(source, split, limit=None, seed=0) -> [{"messages": [..], "answer": .., "id": ..}, ..]
   score(response, answer) -> (reward 0.0 | 1.0, feedback that never tells the answer)
+  answer_of(response) -> the answer it gives, in one canonical text, or None
   render(answer) -> a perfect response;  tiny(split, n, seed) -> rows made from a seed, no download
 Importing this costs milliseconds: datasets, math-verify and sympy are imported where first used.
 """
-from data import coding, knowledge, logic, math, science, tooluse
+from importlib import import_module
 
-TASKS = {"math": math, "science": science, "tooluse": tooluse, "coding": coding,
-         "logic": logic, "knowledge": knowledge}
+TASKS = {
+    "math": import_module("data.math"),
+    "science": import_module("data.science"),
+    "tooluse": import_module("data.tooluse"),
+    "coding": import_module("data.coding"),
+    "logic": import_module("data.logic"),
+    "knowledge": import_module("data.knowledge"),
+}
 
 # name -> (task, source, split, samples per prompt, the training domain it is in distribution of).
 # GPQA is asked and scored like MMLU-Redux (a boxed letter), so it lives with it in knowledge.py.
