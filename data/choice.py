@@ -35,7 +35,8 @@ def row(question: str, options: list[str], right: int, name, place: str) -> dict
     if not 2 <= len(options) <= 10 or not 0 <= right < len(options):
         raise hub.DataError(f"{place}: {len(options)} options, number {right} right; expected 2 to "
                             "10 options and a number among them, from 0")
-    lines = "\n".join(f"{letter}. {text}" for letter, text in zip("ABCDEFGHIJ", options))
+    lines = "\n".join(f"{letter}. {text}"
+                      for letter, text in zip("ABCDEFGHIJ", options, strict=False))
     return {"messages": [{"role": "user", "content": f"{question}\n{lines}{hub.BOXED}"}],
             "answer": "ABCDEFGHIJ"[right], "id": str(name)}
 

@@ -109,13 +109,14 @@ def _hub_rows(source, alternatives, split, config, revision) -> Iterator[tuple[s
         raise DataError(f"{hub} (config {config}, split {split}): {type(error).__name__}: {reason}"
                         "; a local .jsonl file with the same columns works too") from error
     wanted = {column.rstrip("?") for columns in alternatives for column in columns}
-    for name, part in zip(configs, parts):
+    for name, part in zip(configs, parts, strict=True):
         kept = [column for column in part.column_names if column in wanted]
         part = part.select_columns(kept) if kept else part  # none: the check lists what there is
         done = 0
         for batch in part.iter(1000):  # whole batches: ten times faster than row by row
-            for values in zip(*batch.values()):
-                yield f"{hub}[{name or 'default'}/{split}] row {done}", dict(zip(batch, values))
+            for values in zip(*batch.values(), strict=True):
+                row = dict(zip(batch, values, strict=True))
+                yield f"{hub}[{name or 'default'}/{split}] row {done}", row
                 done += 1
 
 

@@ -56,14 +56,14 @@ def load(source: str, split: str | None = None, limit: int | None = None,
             name = row["extra_info"]["index"]
         elif "question" in row:
             problem, name = row["question"], place
-            worked, _, answer = row["answer"].rpartition("####")
-            answer = math_equal.integer(answer) if worked else None
+            _, mark, answer = row["answer"].rpartition("####")
+            answer = math_equal.integer(answer) if mark else None
         else:
             problem, name = row["problem"], row.get("unique_id", row.get("id", place))
             answer = str(row["answer"]) if "answer" in row else hub.last_boxed(row["solution"])
         if not answer or not answer.strip():
             raise hub.DataError(f"{place}: no gold answer; expected a text or integer, a "
-                                "\\boxed{{..}} in a solution, or #### and an integer in GSM8K")
+                                "\\boxed{..} in a solution, or #### and an integer in GSM8K")
         rows.append({"messages": [{"role": "user", "content": problem + hub.BOXED}],
                      "answer": answer.strip(), "id": str(name)})
         if limit is not None and len(rows) == limit:

@@ -125,7 +125,7 @@ def _same(gold: str, answer: str) -> bool:
         return gold == answer
     if ":" in gold and ":" in answer:  # CONVENTION: ratios and times are equal part by part (M49)
         parts, others = gold.split(":"), answer.split(":")
-        return len(parts) == len(others) and all(equal(*pair) for pair in zip(parts, others))
+        return len(parts) == len(others) and all(map(equal, parts, others))
     if ("=" in gold) != ("=" in answer):  # CONVENTION: "x = 5" is 5, "x^2 - 5 = 0" is not 0
         named, other = (gold, answer) if "=" in gold else (answer, gold)
         name, *middle, value = named.split("=")

@@ -7,6 +7,7 @@ at exit; when the parent is killed, their input ends, and a comparison still run
 by SIGALRM. (PR_SET_PDEATHSIG would fire when the THREAD that started them ends.)
 """
 import atexit
+import contextlib
 import importlib.util
 import json
 import logging
@@ -149,10 +150,8 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     logging.disable(logging.CRITICAL)  # math-verify warns in each worker that it has no timer
     math_equal.equal("\\frac{1}{2}", "0.5x")  # loads the parser before the clock runs
-    try:
+    with contextlib.suppress(OSError, ValueError):  # macOS: no such limit; that of time holds
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    except (OSError, ValueError):  # macOS has no such limit; the time limit still holds
-        pass
     print("ready", file=out)
     parent = os.getppid()
     while True:
@@ -170,7 +169,7 @@ def serve() -> None:
         except MemoryError:
             print("memory", file=out)
             return
-        except Exception:  # noqa: BLE001 - text that sympy cannot handle is not the gold answer
+        except Exception:  # text that sympy cannot handle is not the gold answer
             print(0, file=out)
         signal.setitimer(signal.ITIMER_REAL, 0)
         # sympy swallows some MemoryErrors: short of memory, it would say no to everything

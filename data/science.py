@@ -92,7 +92,7 @@ def _split(pool: list[tuple[str, dict]], domain: str, split: str, source: str) -
             choices = row["choices"]
             # zip: a Material row has five texts and four labels; the authors drop the fifth, too
             options = "\n".join(f"{label}: {text}" for label, text
-                                in zip(choices["label"], choices["text"]))
+                                in zip(choices["label"], choices["text"], strict=False))
             rows.append(_row(SYSTEM, f"{row['question']}\n\n{options}\nPlease reason step by step.",
                              row["answerKey"], f"{name.lower()}-{i}", place))
     return rows

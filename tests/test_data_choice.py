@@ -50,8 +50,9 @@ def test_case_M80():
 
 
 LETTERS = {"A": "A", "j": "J", "(c)": "C", "**B**": "B", "$D$": "D", "B.": "B", "[E]": "E",
-           "I": "I", "\\textbf{(B)}": "B", "\\text{A}": "A", "\n D \n": "D", "B) text": "B", "b: text": "B",
-           "C - text": "C", "A: B is wrong": "A", "B, since A fails": "B", "J because": "J"}
+           "I": "I", "\\textbf{(B)}": "B", "\\text{A}": "A", "\n D \n": "D", "B) text": "B",
+           "b: text": "B", "C - text": "C", "A: B is wrong": "A", "B, since A fails": "B",
+           "J because": "J"}
 NO_LETTERS = ["", "A car", "I think", "a car", "Apple", "A or B", "(A) and (B)", "A) or B)", "B, C",
               "B and C", "B or C", "not B", "AB", "K", "1", "The answer", "e.g. this", "Both",
               "\\text{none}", "b because", "A because it is B", "\u0410"]  # a Cyrillic A
@@ -75,7 +76,8 @@ def test_any_text_gets_a_reward(text):
 def test_science_answers_are_in_the_last_closed_tag_after_the_reasoning():
     assert science.score("<answer>A</answer> no: <answer>B</answer>", "B") == (1.0, "")
     assert science.score("<reasoning>x</reasoning>\n<answer>\nB\n</answer>", "B") == (1.0, "")
-    for response in ("B", "\\boxed{B}", "<answer>B", "B</answer>", "<answer>A</answer><answer>B",
+    for response in ("B", "\\boxed{B}", "<answer>B", "<answer>B.", "B</answer>",
+                     "<answer>A</answer><answer>B",
                      "<reasoning> <answer>B</answer>", "<answer>B</answer><think>so</think>", "",
                      "</answer>B<answer>", "<answer></answer>"):
         assert science.score(response, "B")[0] == 0.0
@@ -90,7 +92,7 @@ def test_science_answers_are_in_the_last_closed_tag_after_the_reasoning():
 def check(module, rows: list[dict]) -> None:
     """Golds score 1.0 as rendered; those of the next row only where they are the same letter."""
     assert rows and len({row["id"] for row in rows}) == len(rows)
-    for row, other in zip(rows, rows[1:] + rows[:1]):
+    for row, other in zip(rows, rows[1:] + rows[:1], strict=True):
         assert module.score(module.render(row["answer"]), row["answer"]) == (1.0, "")
         reward, feedback = module.score(module.render(other["answer"]), row["answer"])
         assert reward == float(row["answer"] == other["answer"])
@@ -137,7 +139,7 @@ def test_knowledge_rows():
     raw = [json.loads(line) for line in (ROWS / "mmlu_redux_anatomy.jsonl").open()]
     raw = [row for row in raw if row["error_type"] == "ok"]
     assert len(rows) == len(raw) == 6
-    for row, source in zip(rows, raw):
+    for row, source in zip(rows, raw, strict=True):
         lines = row["messages"][0]["content"].split("\n")
         assert lines[-1] == hub.BOXED.strip() and lines[0] == source["question"]
         right = source["choices"][source["answer"]]
@@ -149,7 +151,7 @@ def test_gpqa_options_are_shuffled_by_row():
     path = ROWS / "gpqa_diamond.shape.jsonl"
     rows, raw = knowledge.load(str(path)), list(map(json.loads, path.read_text().splitlines()))
     assert rows == knowledge.load(str(path)) and len(rows) == 3
-    for row, source in zip(rows, raw):
+    for row, source in zip(rows, raw, strict=True):
         lines = row["messages"][0]["content"].split("\n")
         assert f"{row['answer']}. {source['Correct Answer']}" in lines
         for i in (1, 2, 3):

@@ -100,7 +100,7 @@ def test_case_power_tower_is_bounded(name, monkeypatch):
 def test_case_M76_one_score_per_completion():
     case = BY_ID["M76"]
     got = [math.score(*pair)[0] == 1.0
-           for pair in zip(case["input"]["response"], case["input"]["gold"])]
+           for pair in zip(case["input"]["response"], case["input"]["gold"], strict=True)]
     assert got == case["expected"]
 
 
@@ -168,7 +168,7 @@ def test_golds_of_other_rows_score_zero():
     golds = [gold for gold in golds if math_equal.integer(gold) is None] + golds[::20]
     others = golds.copy()
     random.Random(1).shuffle(others)
-    right = [pair for pair in zip(others, golds) if pair[0] != pair[1]
+    right = [pair for pair in zip(others, golds, strict=True) if pair[0] != pair[1]
              and math.score(math.render(pair[0]), pair[1])[0] == 1.0]
     assert [pair for pair in right if frozenset(pair) not in equal] == []
     for name in ("aime24", "aime25", "gsm8k_test" if SHARED.exists() else "gsm8k"):
@@ -228,6 +228,7 @@ def test_boxes_and_thinking():
     assert hub.last_boxed("\\boxed{\\frac{1}{2}} or \\boxed{\\{1, 2\\}}; \\boxed{3") == "\\{1, 2\\}"
     assert hub.last_boxed("\\boxed{a\\boxed{b}c} }") == "a\\boxed{b}c"
     assert hub.last_boxed("\\boxed {5}\\\\{") == "5"
+    assert hub.last_boxed("\\boxed{\\left\\{ 1 \\right.} or") == "\\left\\{ 1 \\right."
     assert hub.last_boxed("\\boxedx{5} \\boxed{") is None
     assert hub.after_thinking("<think>a</think>b<think>c</think> d") == " d"
     assert hub.after_thinking("a</think>b") == "b"

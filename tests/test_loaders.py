@@ -83,6 +83,7 @@ def test_unknown_sources(module, source, message):
 
 @pytest.mark.parametrize("name, change, message", [
     ("aime24", {"solution": "204"}, "no gold answer"), ("aime25", {"answer": " "}, "no gold"),
+    ("aime25", {"answer": True}, 'column "answer" is bool True'),
     ("gsm8k", {"answer": "no mark"}, "no gold"), ("gsm8k", {"answer": "#### four"}, "no gold"),
     ("dapo", {"prompt": [{"role": "user", "content": "bare"}]}, "not in DAPO's wrapper"),
     ("sdpo_sciknoweval_chemistry", {"answer": "none"}, "expected a letter A..J"),
@@ -121,8 +122,8 @@ def test_dapo_wrapper_and_duplicates(tmp_path):
 
     kept = math.load(write(tmp_path / "rows.jsonl", [
         copy("Solve $x^2-5=0$.", "1"), copy("Solve  $x^2-5=0$. ", "1"),
-        copy("Solve $x^2-5=0$.", "2"), copy("solve $ x^{2} - 5 = 0 $", "1"), copy("Solve $x^2+5=0$.", "3"),
-        copy("解 $x$", "1")]))
+        copy("Solve $x^2-5=0$.", "2"), copy("solve $ x^{2} - 5 = 0 $", "1"),
+        copy("Solve $x^2+5=0$.", "3"), copy("解 $x$", "1")]))
     assert [row["answer"] for row in kept] == ["1", "3", "1"]
     for name in ("dapo_math_17k", "dapo_math_17k_processed_en") if SHARED.exists() else ():
         assert len(math.load(str(SHARED / "math" / f"{name}.sample.jsonl"))) == 24
@@ -192,6 +193,9 @@ def test_hub_split_can_be_named_and_other_columns_stay_there(fake_hub):
     assert list(row) == ["question"] and calls[-1] == ("openai/gsm8k", "main", "train", "abc")
     with pytest.raises(hub.DataError, match=r'gsm8k\[main/train\] row 0: no column "problem"'):
         list(hub.read_rows("gsm8k", {"problem": str}))
+    fake_hub({"main": [{"question": "a", "answer": "#### 1"}, {"question": "b", "answer": None}]})
+    with pytest.raises(hub.DataError, match=r'row 1: column "answer" is NoneType'):
+        math.load("gsm8k")
 
 
 def test_counts_of_the_full_sets_are_asserted(fake_hub):
@@ -228,7 +232,7 @@ def test_zebra_is_the_first_500_rows(fake_hub):
 
 
 def test_tables():
-    for name, (task, source, split, n, domain) in BENCHMARKS.items():
+    for name, (task, _, split, n, domain) in BENCHMARKS.items():
         assert task in TASKS and n > 0 and split in ("train", "test"), name
         assert domain is None or TASKS[domain].TRAIN, name
     trained = {domain for *_, domain in BENCHMARKS.values() if domain}
