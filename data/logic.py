@@ -55,7 +55,7 @@ def _grid_row(row: dict, place: str) -> dict:
     if any("___" in line for line in cells):
         raise hub.DataError(f"{place}: the solution is masked (___); the public set has no answers,"
                             " the -private one (gated) has")
-    answer = {f"House {line[0]}": dict(zip(header[1:], line[1:])) for line in cells}
+    answer = {f"House {line[0]}": dict(zip(header[1:], line[1:], strict=True)) for line in cells}
     template = {"reasoning": "___", "solution": {house: dict.fromkeys(line, "___")
                                                  for house, line in answer.items()}}
     prompt = GRID_PROMPT.format(puzzle=row["puzzle"].strip(),
