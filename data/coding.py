@@ -65,8 +65,8 @@ def load(source: str, split: str | None = None, limit: int | None = None,
             else:
                 row = _mbpp_row(record, split) if "test_list" in record else _humaneval_row(record)
         except Exception as error:  # whatever hostile or broken tests raise when they are decoded
-            raise hub.DataError(f"{place}: {type(error).__name__}: {error}; expected tests as in "
-                                "SCHEMAS.md") from error
+            raise hub.DataError(f"{place}: {type(error).__name__}: {error}; expected tests as the "
+                                "hub's data set stores them") from error
         if row is not None:
             rows.append(row)
     return rows

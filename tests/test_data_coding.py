@@ -209,7 +209,7 @@ FUNCTION = {"fn_name": "f", "tests": [{"input": "[1, 2]\n3", "output": "[3, 6]"}
     ("def f(a, k): return tuple(x * k for x in a)", 1),
     ("class Solution:\n    def f(self, a: List[int], k) -> List[int]: return [x * k for x in a]",
      1),
-    ("def f(a, k): print('noise'); return [x * k for x in a]", 1),
+    ("def f(a, k): print('noise', flush=True); return [x * k for x in a]", 1),
     ("def f(a, k): return [3, 6]", 0),
     ("def f(a): return a", 0), ("def g(): pass", 0), ("def f(a, k): raise SystemExit", 0),
     ("def f(a, k): return {3: 6}", 0), ("if __name__ == '__main__': input()\ndef f(a, k): "
@@ -293,7 +293,8 @@ def test_feedback_names_the_test_and_never_the_gold():
             ({"tests": [{"input": "1", "output": "31337"}]}, "print(1)", "wrong output"),
             ({"tests": [{"input": "1", "output": "31337"}]}, "def f(:", "SyntaxError"),
             ({"tests": [{"input": "1", "output": "31337"}]}, "{}['k']", "KeyError: 'k'"),
-            ({"fn_name": "f", "tests": [{"input": "1", "output": "31337"}]}, "f = 1", "TypeError")]:
+            ({"fn_name": "f", "tests": [{"input": "1", "output": "31337"}]}, "f = 1", "TypeError"),
+            ({"asserts": ["assert f() == 31337"]}, "import os; os._exit(0)", "ended before")]:
         reward, feedback = coding.score(fence(code), answer)
         assert reward == 0.0 and part in feedback and "31337" not in feedback
 

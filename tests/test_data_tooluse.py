@@ -74,7 +74,9 @@ def test_names_with_dots_dashes_and_brackets():
 
 def test_feedback_says_which_call_and_never_the_gold():
     wanted = gold(("secret_tool", {"city": "Zanzibar"}), ("get", {"id": 1}))
-    for response, part in [("hello", "no call"), (call("get", '{"id": 2}'), "Call 1 (get): wrong"),
+    for response, part in [("hello", "no call"),
+                           (call("get", "[1]"), "Call 1 (get): its Action Input is no object"),
+                           (call("get", '{"id": 2}'), "Call 1 (get): wrong"),
                            (call("get", '{"id": 1}'), "missing"),
                            (call("other", "{}"), "Call 1 (other)"),
                            (call("get", '{"id": 1}') + "\n" + call("get", "{"), "Call 2 (get)")]:
@@ -238,7 +240,8 @@ ALLOWED = {"n": [1, 2], "x": [2.0, 2.5, ""], "s": ["New York, NY", "NYC", ""], "
     ({"n": 1, "v": 3}, 0), ({"n": 1, "z": 1}, 0)])
 def test_bfcl_rule(arguments, right):
     answer = {"functions": SCHEMA, "ground_truth": [{"f": ALLOWED}]}
-    assert tooluse.score(call("f", json.dumps(arguments)), answer)[0] == right
+    reward, feedback = tooluse.score(call("f", json.dumps(arguments)), answer)
+    assert reward == right and "could not" not in feedback
     assert bfcl.fault(answer, "g", arguments) != ""
 
 
@@ -249,3 +252,8 @@ def test_bfcl_wants_one_call_and_parameters_that_may_not_be_left_out():
     strict["ground_truth"][0]["f"]["b"] = [True]  # optional by the schema, needed by the question
     assert tooluse.score(call("f", '{"n": 1}'), strict)[0] == 0.0
     assert tooluse.score(call("f", '{"n": 1, "b": true}'), strict)[0] == 1.0
+    strict["ground_truth"][0]["f"] = {"n": [1], "l": [[1.0, 2.0]]}  # floats, and not integers
+    assert tooluse.score(call("f", '{"n": 1, "l": [1.0, 2.0]}'), strict)[0] == 1.0
+    assert tooluse.score(call("f", '{"n": 1, "l": [1, 2]}'), strict)[0] == 0.0
+    strict["ground_truth"][0]["f"] = {"n": [1, ""]}  # required by the schema
+    assert tooluse.score(call("f", "{}"), strict)[0] == 0.0
