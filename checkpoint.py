@@ -68,7 +68,7 @@ def save(args, step, model, tokenizer, optimizer, teacher, state):
     The newest args.keep of the trainer/ folders stay, and that of state["best_step"]."""
     out = Path(args.out)
     folder, aside = out / f"ckpt-{step:06d}", out / f".ckpt-{step:06d}.part"
-    weights = {name: whole(tensor) for name, tensor in model.state_dict().items()}
+    weights = {name: whole(tensor) for name, tensor in _kept(model).items()}
     moments = {name: whole(tensor) for name, tensor in _moments(model, optimizer).items()}
     moved = teacher is not None and teacher.last_changed > 0  # else it is still that of the start
     average = _kept(teacher.model) if moved else {}
