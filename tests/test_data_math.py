@@ -327,9 +327,17 @@ print(*[worker.pid for worker in math_workers._running], flush=True)
 {end}
 """
 ENDS = {"exit": "", "exception": "raise KeyError", "killed": "os.kill(os.getpid(), signal.SIGKILL)",
-        # a forked child holds the workers' pipes open, and uses workers of its own
-        "fork": "pid = os.fork()\nassert math_workers.equal('1/2', '0.5')\n"
-                "os.waitpid(pid, 0) if pid else sys.exit(0)",
+        # a forked child holds the workers' pipes open, has workers of its own, and ends those alone
+        "fork": "pid = os.fork()\nassert pid or not math_workers._running\n"
+                "assert math_workers.equal('1/2', '0.5')\nif pid == 0:\n    sys.exit(0)\n"
+                "assert os.waitpid(pid, 0)[1] == 0\n"
+                "assert [worker.poll() for worker in math_workers._running] == [None]",
+        "exit while busy": "import threading\nthreading.Thread(target=math_workers.equal, args=("
+                           "'1', '9^{9^{9^{9}}}', 60.0), daemon=True).start()\n"
+                           "threading.Event().wait(0.5)",
+        "killed, a fork left": "if os.fork() == 0:\n    os.close(1)\n    os.close(2)\n"
+                               "    signal.alarm(9)\n    signal.pause()\n"
+                               "os.kill(os.getpid(), signal.SIGKILL)",
         "killed while busy": "import threading\nthreading.Thread(target=math_workers.equal, args=("
                              "'1', '9^{9^{9^{9}}}', 1.0)).start()\nthreading.Event().wait(0.5)\n"
                              "os.kill(os.getpid(), signal.SIGKILL)"}
@@ -340,7 +348,8 @@ def test_no_worker_outlives_its_parent(end):
     code = PARENT.format(root=str(HERE.parent), end=ENDS[end])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
                           check=False)
-    assert done.returncode == {"exit": 0, "fork": 0, "exception": 1}.get(end, -9), done.stderr
+    wanted = -9 if end.startswith("killed") else 1 if end == "exception" else 0
+    assert done.returncode == wanted, done.stderr
     pids = [int(pid) for pid in done.stdout.split()]
     assert pids
     deadline = time.monotonic() + 6
