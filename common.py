@@ -73,8 +73,19 @@ def fail(message):
     Parser(prog=Path(sys.argv[0]).name).error(message)
 
 
+def at_least(low, kind=int):
+    """An argparse type: a finite number from `low` on."""
+    def read(text):
+        if not low <= kind(text) < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text}: must be at least {low}")
+        return kind(text)
+    read.__name__ = kind.__name__  # which argparse shows
+    return read
+
+
 def add_run_args(parser, lr, updates):
     """The flags that change no science; the others are declared in the train files."""
+    count, whole, real = at_least(1), at_least(0), at_least(0, float)
     add = parser.add_argument_group("model and data").add_argument
     add("--model", default="Qwen/Qwen3-4B", help="hub id, Hugging Face folder, .gguf file, or tiny")
     add("--task", default="math", help="math, science, tooluse, coding, logic, knowledge")
@@ -82,35 +93,35 @@ def add_run_args(parser, lr, updates):
     add("--eval_data", help="the same, to evaluate on (default: the task's own benchmarks)")
     add("--tiny", action="store_true", help="laptop scale: model, data, lengths, batch, steps, lr")
     add("--think", action="store_true", help="the chat template's thinking switch, everywhere")
-    add("--max_prompt", type=int, default=2048, help="longer prompts are dropped and counted")
-    add("--max_new", type=int, default=8192, help="longest response, in tokens")
+    add("--max_prompt", type=count, default=2048, help="longer prompts are dropped and counted")
+    add("--max_new", type=count, default=8192, help="longest response, in tokens")
     add = parser.add_argument_group("batch and optimizer").add_argument
-    add("--steps", type=int, default=50, help="batches of rollouts")
-    add("--prompts", type=int, default=32, help="prompts a step, over all ranks")
-    add("--group", type=int, default=8, help="responses to a prompt, G")
-    add("--updates", type=int, default=updates, help="optimizer steps that a batch is split over")
-    add("--lr", type=float, default=lr, help="learning rate, constant after the warm-up")
-    add("--warmup", type=int, default=10, help="steps of linear warm-up")
-    add("--weight_decay", type=float, default=0.01, help="of AdamW")
-    add("--grad_clip", type=float, default=1.0, help="largest gradient norm (0: any)")
+    add("--steps", type=count, default=50, help="batches of rollouts")
+    add("--prompts", type=count, default=32, help="prompts a step, over all ranks")
+    add("--group", type=count, default=8, help="responses to a prompt, G")
+    add("--updates", type=count, default=updates, help="optimizer steps that a batch is split over")
+    add("--lr", type=real, default=lr, help="learning rate, constant after the warm-up")
+    add("--warmup", type=whole, default=10, help="steps of linear warm-up")
+    add("--weight_decay", type=real, default=0.01, help="of AdamW")
+    add("--grad_clip", type=real, default=1.0, help="largest gradient norm (0: any)")
     add = parser.add_argument_group("machine").add_argument
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="compute (auto: bf16 on CUDA)")
     add("--param_dtype", default="float32", choices=DTYPES, help="weights as kept and updated")
     add("--fsdp", default="auto", choices=["auto", "on", "off"], help="shard over the ranks")
     add("--rollout", default="auto", choices=["auto", "hf"], help="sampling engine")
-    add("--tokens_per_micro", type=int, default=16384, help="tokens in one forward pass")
+    add("--tokens_per_micro", type=count, default=16384, help="tokens in one forward pass")
     add("--no_pack", action="store_true", help="the plain path: siblings share no prompt")
     add("--checkpoint_activations", action="store_true", help="recompute them in backward")
     add = parser.add_argument_group("run folder").add_argument
     add("--out", help="log, samples, checkpoints (default: runs/SCRIPT-TASK-DATE)")
     add("--resume", metavar="DIR", help="go on with the run in DIR, from its newest checkpoint")
     add("--seed", type=int, default=0, help="of samples, data order, demonstrations and masks")
-    add("--eval_every", type=int, default=10, help="steps between evaluations (0: none)")
-    add("--eval_prompts", type=int, default=64, help="held-out prompts of one (0: all)")
-    add("--eval_n", type=int, default=4, help="samples for each of them")
-    add("--ref_every", type=int, default=10, help="steps between values of kl_ref (0: none)")
-    add("--save_every", type=int, default=10, help="steps between checkpoints (0: the last alone)")
-    add("--keep", type=int, default=2, help="trainer states to keep; model folders all stay")
+    add("--eval_every", type=whole, default=10, help="steps between evaluations (0: none)")
+    add("--eval_prompts", type=whole, default=64, help="held-out prompts of one (0: all)")
+    add("--eval_n", type=count, default=4, help="samples for each of them")
+    add("--ref_every", type=whole, default=10, help="steps between values of kl_ref (0: none)")
+    add("--save_every", type=whole, default=10, help="steps between checkpoints (0: the last alone)")
+    add("--keep", type=count, default=2, help="trainer states to keep; model folders all stay")
     add("--quiet", action="store_true", help="no progress bar")
 
 
@@ -129,16 +140,6 @@ def parse(parser, argv, tiny, check):
         own = {**TINY, **tiny}
         parser.set_defaults(**{name: own[name] for name in own if hasattr(args, name)})
     args = parser.parse_args(argv)
-    for name in ("prompts", "group", "updates", "max_prompt", "max_new", "tokens_per_micro",
-                 "eval_n", "keep", "steps"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)}: must be at least 1")
-    for name in ("warmup", "eval_every", "eval_prompts", "save_every", "ref_every", "weight_decay",
-                 "grad_clip"):
-        if not getattr(args, name) >= 0:
-            parser.error(f"--{name} {getattr(args, name)}: must not be negative")
-    if not 0 < args.lr < float("inf"):
-        parser.error(f"--lr {args.lr}: must be a positive number")
     if args.prompts % (args.updates * world()):
         parser.error(f"--prompts {args.prompts}: must be a multiple of --updates {args.updates} "
                      f"times {world()} ranks")
@@ -320,29 +321,27 @@ def peak_memory_gb():
 def watch(state, line):
     """Collapse watch: reads a log line, keeps what it needs in `state`, and returns new warnings,
     each kind once a run. It never stops or alters the run."""
-    found, seen = {}, state.setdefault("seen", dict(line, mean=line["reward"], best=0.0, jsd=0.0))
+    seen = state.setdefault("seen", dict(line, mean=line["reward"], best=0, jsd=0, idle=0, still=0))
+    told, jsd, found = state.setdefault("told", set()), line["jsd"] or 0.0, {}
     seen["mean"] += 0.2 * (line["reward"] - seen["mean"])
-    seen["best"] = max(seen["best"], seen["mean"])
-    seen["jsd"] = max(seen["jsd"], line["jsd"] or 0.0)
-    for name, now in (("no target", line["skipped"]), ("no gradient", not line["skipped"]
-                                                       and line["grad_norm"] < 1e-4)):
-        seen[name] = seen.get(name, 0) + 1 if now else 0
+    seen["best"], seen["jsd"] = max(seen["best"], seen["mean"]), max(seen["jsd"], jsd)
+    seen["idle"] = line["skipped"] and seen["idle"] + 1
+    seen["still"] = not line["skipped"] and line["grad_norm"] < 1e-4 and seen["still"] + 1
     if seen["mean"] < seen["best"] / 2 and seen["best"] > 0.05:
         found["reward"] = f"running reward {seen['mean']:.3f}, half its best {seen['best']:.3f}"
     if line["artifact"] > max(0.5, 2 * seen["artifact"]):
         found["artifact"] = f"one repeated n-gram fills {line['artifact']:.0%} of a response"
     if line["boxed"] > max(3, 3 * seen["boxed"]):
         found["boxed"] = f"{line['boxed']:.1f} \\boxed a response, {seen['boxed']:.1f} at the start"
-    if line["jsd"] is not None and line["jsd"] < 0.01 * seen["jsd"]:
-        found["jsd"] = f"jsd {line['jsd']:.1e} has gone to 0 from {seen['jsd']:.1e}"
-    if seen["no target"] >= 50:
-        found["no target"] = "nothing to learn from in 50 steps"
-    if seen["no gradient"] >= 10:
-        found["no gradient"] = f"grad_norm under 1e-4 for 10 steps, now {line['grad_norm']:.1e}"
-    told = state.setdefault("told", [])
-    new = [kind for kind in found if kind not in told]
-    told += new
-    return [f"step {line['step']}: {found[kind]}" for kind in new]
+    if line["jsd"] is not None and jsd < 0.01 * seen["jsd"]:
+        found["jsd"] = f"jsd {jsd:.1e} has gone to 0 from {seen['jsd']:.1e}"
+    if seen["idle"] >= 50:
+        found["idle"] = "nothing to learn from in 50 steps"
+    if seen["still"] >= 10:
+        found["still"] = f"grad_norm under 1e-4 for 10 steps, now {line['grad_norm']:.1e}"
+    new = found.keys() - told
+    told |= new
+    return [f"step {line['step']}: {found[kind]}" for kind in sorted(new)]
 
 
 class Log:
