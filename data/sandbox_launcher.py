@@ -53,10 +53,12 @@ def clean_up():
 
 
 def stop(signum, frame):
-    """Time is up (SIGALRM), or the trainer died (SIGTERM)."""
+    """Time is up (SIGALRM), or the trainer died (SIGTERM; once more for each of its threads)."""
+    for number in signals:
+        signal.signal(number, signal.SIG_IGN)
     if child:
         clean_up()
-    if os.getppid() != int(parent):
+    if signum != signal.SIGALRM:  # nobody else is left to remove it
         import shutil
         shutil.rmtree(box, ignore_errors=True)
     end("timeout")

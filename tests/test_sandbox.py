@@ -51,9 +51,9 @@ def nothing_is_left(tmp_path, monkeypatch):
 
 
 def run(program, stdin="", **limits):
-    start = time.monotonic()
-    result = sandbox.run(program, stdin, **{"seconds": LIMIT} | limits)
-    assert time.monotonic() - start < LIMIT + SLACK
+    start, limits = time.monotonic(), {"seconds": 15.0} | limits
+    result = sandbox.run(program, stdin, **limits)
+    assert time.monotonic() - start < limits["seconds"] + SLACK
     return result
 
 
@@ -326,7 +326,8 @@ sys.modules["data"] = package = types.ModuleType("data")
 package.__path__ = [{root!r} + "/data"]
 from data import sandbox
 for program in json.load(sys.stdin):
-    print(json.dumps(sandbox._run(program, "", 1.0, 1024, 1 << 20, {mode!r})[:2]))
+    seconds = 0.5 if "while True" in program else 15.0
+    print(json.dumps(sandbox._run(program, "", seconds, 1024, 1 << 20, {mode!r})[:2]))
 """
 
 
