@@ -122,7 +122,8 @@ def close() -> None:
         _kill(worker)
 
 
-def _forget() -> None:  # a forked child must not talk to, or end, the workers of its parent
+def _forget() -> None:
+    """In a forked child: it must not talk to its parent's workers, end them or hold their pipes."""
     global _lock, _idle, _running
     _lock, _idle, _running = threading.Lock(), None, set()
 
@@ -142,8 +143,8 @@ def require_math_verify() -> None:
 def serve() -> None:
     """A worker's life: one JSON line [gold, answer, seconds] in, one line "0" or "1" out.
 
-    It ends when the parent closes its end, or is gone, or leaves a comparison running: SIGALRM
-    with its default action ends the process in C, where Python's handlers would never run.
+    It ends when its input does, as the parent closes it or is gone; and SIGALRM, whose default
+    action needs no Python code to run, ends a comparison that the parent did not live to stop.
     """
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever a library prints must not be read as a verdict
@@ -153,14 +154,7 @@ def serve() -> None:
     with contextlib.suppress(OSError, ValueError):  # macOS: no such limit; that of time holds
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     print("ready", file=out)
-    parent = os.getppid()
-    while True:
-        while not select.select([0], [], [], 1.0)[0]:
-            if os.getppid() != parent:  # a forked sibling may hold our input open
-                return
-        line = sys.stdin.readline()
-        if not line:
-            return
+    for line in sys.stdin:
         gold, answer, seconds = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, seconds + 1)
         try:
