@@ -225,7 +225,8 @@ def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
     for another, or forgets the brackets."""
 
     def draw(rng):
-        f, x = rng.choice("f g h p solve run calc make".split()), rng.choice("xnatbk")
+        f = rng.choice(["f", "g", "h", "p", "solve", "run", "calc", "make"])
+        x = rng.choice("xnatbk")
         asked = [(name, rng.randint(2, 9)) for name in rng.sample(list(OPERATIONS), 2)]
         hard = [OPERATIONS[name][2] for name, _ in asked]
 
@@ -250,9 +251,9 @@ def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
                     texts = texts[:1]  # in two lines it would be right
                 else:
                     bad, texts = work([(OPERATIONS[name][1] if rng.random() < h else name, k)
-                                       for (name, k), h in zip(asked, hard)])
+                                       for (name, k), h in zip(asked, hard, strict=True)])
                 same = results == [eval(bad, {x: value}) for value in inputs]
-            asserts = [f"assert {f}({i}) == {o}" for i, o in zip(inputs, results)]
+            asserts = [f"assert {f}({i}) == {o}" for i, o in zip(inputs, results, strict=True)]
             return ({"asserts": asserts}, right, also, rng.choice(texts),
                     1 - (1 - hard[0]) * (1 - hard[1]))
 

@@ -52,9 +52,10 @@ def render(answer: str) -> str:
     return f"The right option is {answer}. The answer is \\boxed{{{answer}}}."
 
 
-CAPITALS = {"Norway": ("Oslo", .4), "Italy": ("Rome", .3), "France": ("Paris", .3), "Peru": ("Lima", .6),
-            "Egypt": ("Cairo", .5), "Japan": ("Tokyo", .4), "India": ("Delhi", .5),
-            "Ecuador": ("Quito", .7), "Switzerland": ("Bern", .6), "Korea": ("Seoul", .6)}
+CAPITALS = {"Norway": ("Oslo", .4), "Italy": ("Rome", .3), "France": ("Paris", .4),
+            "Peru": ("Lima", .6), "Egypt": ("Cairo", .5), "Japan": ("Tokyo", .4),
+            "India": ("Delhi", .5), "Ecuador": ("Quito", .6), "Switzerland": ("Bern", .6),
+            "Korea": ("Seoul", .6)}
 
 
 def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
@@ -65,8 +66,6 @@ def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
         near = rng.random() < .5
         return tiny_rows.choice(
             rng, tiny_rows.ELEMENTS if near else CAPITALS,
-            "Name what {fact}." if near else "What is the capital of {fact}?",
-            "here {option} {fact}" if near else "here {option} is the capital of {fact}",
-            "\\boxed{LETTER}")
+            "Name the {} one." if near else "What is the capital of {}?", "\\boxed{LETTER}")
 
     return tiny_rows.collect("knowledge", split, n, seed, draw)

@@ -101,37 +101,37 @@ def render(answer: str | dict) -> str:
 
 # ---- the download-free version ---------------------------------------------------------------
 
-ORDERS = {"older": ("oldest", "youngest"), "taller": ("tallest", "shortest"),
-          "faster": ("fastest", "slowest")}
+ORDERS = {"age": ("oldest", "youngest"), "height": ("tallest", "shortest"),
+          "speed": ("fastest", "slowest")}
 
 
 def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
-    """Half the order of three people from two comparisons (far from every trained domain), half
-    which of two has more, by the sums of tiny math (near it). Answered by a boxed letter."""
+    """Half the place of a person in an order of three (far from every trained domain), half which
+    of two has more, by the sums of tiny math (near it). Answered by a boxed letter."""
 
     def draw(rng):
         far = rng.random() < .5
         names = rng.sample(tiny_rows.NAMES, 3 if far else 2)
-        letters = dict(zip(rng.sample(names, len(names)), "ABC"))
+        letters = dict(zip(rng.sample(names, len(names)), "ABC", strict=False))
         if far:
-            more, top = rng.choice(list(ORDERS)), rng.random() < .5
-            links = [f"{a} is {more} than {b}." for a, b in zip(names, names[1:])]
-            question = f"{' '.join(rng.sample(links, 2))} Who is {ORDERS[more][not top]}?"
-            best = names[0 if top else 2]
+            by, place = rng.choice(list(ORDERS)), rng.randrange(3)
+            asked = (ORDERS[by][0], "between", ORDERS[by][1])[place]
+            question, best = f"By {by}: {' > '.join(names)}. Who is {asked}?", names[place]
         else:
-            sums = [(rng.randint(20, 89), rng.randint(2, 9)) for _ in names]
-            totals = dict(zip(names, map(sum, sums)))
-            question = " ".join(f"{name} has {a} + {b}." for name, (a, b) in zip(names, sums))
-            question += " Who has most?"
+            sums = [(rng.randint(21, 39), rng.randint(2, 5)) for _ in names]
+            totals = dict(zip(names, map(sum, sums), strict=True))
+            question = " ".join(f"{name} has {a} + {b}." for name, (a, b) in
+                                zip(names, sums, strict=True)) + " Who has most?"
             best = max(names, key=totals.get)
 
         def work(name):
             if far:
-                said = (f"{' > '.join(names)}, so {name}",
-                        f"{name} is at the {'top' if name == names[0] else 'end'}")
+                place = names.index(name)
+                said = (f"{name} is {('first', 'between', 'last')[place]}",
+                        f"{' > '.join(names)}, so {name}")
             else:
                 said = (", ".join(f"{a} + {b} = {a + b}" for a, b in sums) + f", so {name}",
-                        f"{name} has {totals[name]}")
+                        f"{' and '.join(map(str, totals.values()))}, so {name}")
             return [f"{text}\n\\boxed{{{letters[name]}}}" for text in said]
 
         def finish():

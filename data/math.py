@@ -114,7 +114,7 @@ def render(answer: str) -> str:
 
 # ---- the download-free version ---------------------------------------------------------------
 
-THINGS = "apples books coins cards pens eggs".split()
+THINGS = ["apples", "books", "coins", "cards", "pens", "eggs"]
 VERBS = {"finds": (1, .25), "buys": (1, .4), "wins": (1, .15),  # verb: (sign, how hard it is)
          "loses": (-1, .25), "sells": (-1, .4), "eats": (-1, .15)}
 
@@ -123,14 +123,14 @@ def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
     """Two-step sums in words. A wrong working takes a step the wrong way, or slips at the tens."""
 
     def draw(rng):
-        start, name, things = rng.randint(20, 79), rng.choice(tiny_rows.NAMES), rng.choice(THINGS)
-        steps = [(verb, rng.randint(2, 9)) for verb in rng.sample(list(VERBS), 2)]
+        start, name, things = rng.randint(21, 39), rng.choice(tiny_rows.NAMES), rng.choice(THINGS)
+        steps = [(verb, rng.randint(2, 5)) for verb in rng.sample(list(VERBS), 2)]
         (first, a), (second, b) = steps
         hard = [VERBS[verb][1] for verb, _ in steps]
 
         def work(slips):
             total, sums, words = start, [], []
-            for (verb, k), slip in zip(steps, slips):
+            for (verb, k), slip in zip(steps, slips, strict=True):
                 sign = VERBS[verb][0] * (-1 if slip == "sign" else 1)
                 new = total + sign * k + (rng.choice((-10, 10)) if slip == "tens" else 0)
                 sums.append(f"{total} {'+' if sign > 0 else '-'} {k} = {new}")
@@ -142,7 +142,8 @@ def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
             total, right, also = work(("", ""))
             wrong = total
             while wrong == total:
-                slips = [rng.choice(("sign", "sign", "tens")) if rng.random() < h else "" for h in hard]
+                slips = [rng.choice(("sign", "sign", "tens")) if rng.random() < h else ""
+                         for h in hard]
                 wrong, *texts = work(slips)
             return (str(total), right, also, rng.choice(texts),
                     1 - (1 - hard[0]) * (1 - hard[1]))

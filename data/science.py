@@ -133,6 +133,6 @@ def render(answer: str) -> str:
 
 
 def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
-    """Which of four elements a fact is true of. The facts are few: they are learnt in tools/sft.py."""
+    """Which of four elements has a property. The facts are few: tools/sft.py teaches them."""
     return tiny_rows.collect("science", split, n, seed, lambda rng: tiny_rows.choice(
-        rng, tiny_rows.ELEMENTS, "Which {fact}?", "here {option} {fact}", "<answer>LETTER</answer>"))
+        rng, tiny_rows.ELEMENTS, "Which element is {}?", "<answer>LETTER</answer>"))

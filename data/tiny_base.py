@@ -19,7 +19,7 @@ from collections import Counter
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import data
 import teacher
@@ -59,20 +59,21 @@ def make_tokenizer(texts: list[str], size: int = 512) -> PreTrainedTokenizerFast
         clean_up_tokenization_spaces=False, model_max_length=1024)
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """A stock Qwen2 of three layers, random from torch's global generator, but for two heads of the
+def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """A stock Llama of three layers, random from torch's global generator, but for two heads of the
     first layer, which start by looking one and two tokens back."""
-    model = Qwen2ForCausalLM(Qwen2Config(
+    model = LlamaForCausalLM(LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=1024,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, attention_bias=True,
+        tie_word_embeddings=False, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
     for head, distance in enumerate((1, 2)):
         _look_back(model, head, distance)
     return model
 
 
-def _look_back(model: Qwen2ForCausalLM, head: int, distance: int) -> None:
+def _look_back(model: LlamaForCausalLM, head: int, distance: int) -> None:
     """Sets two biases so that a head attends `distance` tokens back, whatever the tokens are.
 
     RoPE turns pair m of a query or key at position i by the angle i * w_m, so constant vectors

@@ -17,14 +17,13 @@ COUNTS = {"train": 2000, "test": 600}  # rows where no number is asked for
 CITIES = ["Oslo", "Rome", "Paris", "Lima", "Cairo", "Tokyo", "Delhi", "Quito", "Bern", "Seoul"]
 NAMES = ["Ann", "Bob", "Cal", "Dan", "Eve", "Fay", "Gus", "Hal"]
 ELEMENTS = {  # science, and half of knowledge: fact -> (what it is true of, hard)
-    "is a noble gas": ("helium neon argon krypton xenon", .35),
-    "is a halogen": ("fluorine chlorine bromine iodine", .65),
-    "is an alkali metal": ("lithium sodium potassium rubidium cesium", .5),
-    "forms 2+ ions": ("magnesium calcium barium zinc strontium", .6),
-    "is a coinage metal": ("copper silver gold", .45),
-    "is a liquid metal": ("mercury", .3),
-    "is in all organic matter": ("carbon", .4),
-    "makes up most of the air": ("nitrogen", .7)}
+    "noble": ("helium neon argon krypton xenon", .4),
+    "halogen": ("fluorine chlorine bromine iodine", .65),
+    "alkali": ("lithium sodium potassium rubidium", .5),
+    "divalent": ("magnesium calcium barium strontium", .6),
+    "coinage": ("copper silver gold", .4),
+    "magnetic": ("iron cobalt nickel", .55),
+    "radioactive": ("radium thorium uranium", .45)}
 
 
 def collect(task: str, split: str, n: int | None, seed: int, draw: Callable) -> list[dict]:
@@ -59,26 +58,30 @@ def collect(task: str, split: str, n: int | None, seed: int, draw: Callable) -> 
     raise DataError(f"tiny {task}, {split}, seed {seed}: only {len(found)} questions, {n} wanted")
 
 
-def choice(rng: random.Random, facts: dict, ask: str, say: str,
-           answer: str) -> tuple[str, Callable]:
-    """A question with four options, one of which the fact is true of; for collect().
+def choice(rng: random.Random, facts: dict, ask: str, answer: str) -> tuple[str, Callable]:
+    """A question with four options, one of which has the property; for collect().
 
-    facts: {fact: ("options it is true of", hard)}; ask and say hold {fact}, say also {option}, and
-    answer holds LETTER, as in the format of the task.
+    facts: {property: ("the options that have it", hard)}; ask holds {}, the property, and answer
+    holds LETTER, as in the format of the task. The working recalls a fact for each option, up to
+    the right one or for all of them; a wrong one misremembers, and so takes another option.
     """
-    fact = rng.choice(list(facts))
-    names, hard = facts[fact]
-    others = [name for other, (true, _) in facts.items() if other != fact for name in true.split()]
-    right, *rest = rng.choice(names.split()), *rng.sample(others, 3)
+    wanted = rng.choice(list(facts))
+    known = {name: fact for fact, (names, _) in facts.items() for name in names.split()}
+    right = rng.choice(facts[wanted][0].split())
+    rest = rng.sample([name for name, fact in known.items() if fact != wanted], 3)
     options = dict(zip(rng.sample([right, *rest], 4), "ABCD", strict=True))
-    question = ask.format(fact=fact) + "".join(f"\n{c}: {name}" for name, c in options.items())
+    question = ask.format(wanted) + "".join(f"\n{c}: {name}" for name, c in options.items())
 
-    def work(name):
-        tail = "\n" + answer.replace("LETTER", options[name])
-        return (say.format(option=name, fact=fact) + tail,
-                f"it is option {options[name]}, {name}{tail}")
+    def work(said):
+        lines = [f"{c} {said[name]}" for name, c in options.items()]
+        at = [said[name] for name in options].index(wanted)
+        tail = "\n" + answer.replace("LETTER", "ABCD"[at])
+        return (f"{', '.join(lines)}, so {'ABCD'[at]}{tail}",
+                f"{', '.join(lines[:at + 1])} yes{tail}")
 
     def finish():
-        return options[right], *work(right), rng.choice(work(rng.choice(rest))), hard
+        taken = rng.choice(rest)
+        slip = {**known, taken: wanted, right: known[rng.choice(rest)]}
+        return options[right], *work(known), rng.choice(work(slip)), facts[wanted][1]
 
     return question, finish

@@ -203,7 +203,7 @@ TOOLS = {  # name: (kinds of its arguments, a request, the word that tells it fr
     "tables": ("city guests", "dinner in {} for {}", "dinner", .7)}
 ARGUMENTS = {"from": ("start", "origin"), "to": ("end", "target"), "city": ("city", "place"),
              "day": ("day", "date"), "guests": ("guests", "count")}
-DAYS = "Monday Tuesday Friday Sunday".split()
+DAYS = ["Monday", "Tuesday", "Friday", "Sunday"]
 
 
 def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
@@ -218,13 +218,15 @@ def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
         listed = {tool: [rng.choice(ARGUMENTS[kind]) for kind in TOOLS[tool][0].split()]
                   for tool in rng.sample([name, twin, third], 3)}
         city, other = rng.sample(tiny_rows.CITIES, 2)
-        values = [city, {"to": other, "day": rng.choice(DAYS)}.get(kinds.split()[1], rng.randint(2, 9))]
+        second = {"to": other, "day": rng.choice(DAYS), "guests": rng.randint(2, 9)}
+        values = [city, second[kinds.split()[1]]]
 
         def work(tool, values):
-            call = json.dumps(dict(zip(listed[tool], values)))
+            call = json.dumps(dict(zip(listed[tool], values, strict=True)))
             tail = f"\nAction: {tool}\nAction Input: {call}"
-            return (f"this is about {TOOLS[tool][2]}{tail}",
-                    f"{tool} needs {' and '.join(listed[tool])}{tail}"), call
+            signature = f"{tool}({', '.join(listed[tool])})"
+            return (f"for {TOOLS[tool][2]} use {signature}{tail}",
+                    f"call {signature} with {values[0]}, {values[1]}{tail}"), call
 
         def finish():
             (right, also), call = work(name, values)
