@@ -41,6 +41,12 @@ def row(question: str, options: list[str], right: int, name, place: str) -> dict
             "answer": "ABCDEFGHIJ"[right], "id": str(name)}
 
 
+def boxed_letter(response: str) -> str | None:
+    """The letter in the last box after the reasoning, or None."""
+    box = hub.last_boxed(hub.after_thinking(response) or "")
+    return letter_of(box) if box else None
+
+
 def score_boxed(response: str, answer: str) -> tuple[float, str]:
     r"""1.0 if the last \boxed{..} after the reasoning names the option, else 0.0; and feedback."""
     text = hub.after_thinking(response)

@@ -195,6 +195,11 @@ def score(response: str, answer: dict) -> tuple[float, str]:
         return 0.0, f"The tests of this row cannot be run ({type(error).__name__}: {error})."
 
 
+def answer_of(response: str) -> str | None:
+    """The program in the response, or None."""
+    return extract(response).strip() or None
+
+
 def render(answer: dict) -> str:
     """A perfect response: the row's reference program, or else a table of its tests."""
     if "solution" in answer:

@@ -47,6 +47,11 @@ def score(response: str, answer: str) -> tuple[float, str]:
     return choice.score_boxed(response, answer)
 
 
+def answer_of(response: str) -> str | None:
+    """The letter in the last box after the reasoning, or None."""
+    return choice.boxed_letter(response)
+
+
 def render(answer: str) -> str:
     """A perfect response."""
     return f"The right option is {answer}. The answer is \\boxed{{{answer}}}."

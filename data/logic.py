@@ -92,6 +92,12 @@ def _last_grid(text: str) -> dict | None:
     return None
 
 
+def answer_of(response: str) -> str | None:
+    """The letter in the last box after the reasoning, or else the last grid as JSON, or None."""
+    grid = _last_grid(hub.after_thinking(response) or "")
+    return choice.boxed_letter(response) or (grid and json.dumps(grid, sort_keys=True))
+
+
 def render(answer: str | dict) -> str:
     """A perfect response."""
     if isinstance(answer, dict):

@@ -107,6 +107,11 @@ def score(response: str, answer: str) -> tuple[float, str]:
     return (1.0, "") if verdict else (0.0, "The answer in the box is wrong.")
 
 
+def answer_of(response: str) -> str | None:
+    """What the last box after the reasoning holds, for maj@n; None without one."""
+    return (hub.last_boxed(hub.after_thinking(response) or "") or "").strip() or None
+
+
 def render(answer: str) -> str:
     """A perfect response."""
     return f"The answer is \\boxed{{{answer}}}."

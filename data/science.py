@@ -126,6 +126,12 @@ def score(response: str, answer: str) -> tuple[float, str]:
     return (1.0, "") if letter == answer else (0.0, "The chosen option is wrong.")
 
 
+def answer_of(response: str) -> str | None:
+    """The letter in the last <answer> tag after the reasoning, or None."""
+    tag = (hub.after_thinking(response) or "").rpartition("<answer>")[2].partition("</answer>")
+    return choice.letter_of(tag[0]) if tag[1] else None
+
+
 def render(answer: str) -> str:
     """A perfect response: the format that the system text asks for."""
     return (f"<reasoning>\nThe right option is {answer}.\n</reasoning>\n"

@@ -181,6 +181,13 @@ def score(response: str, answer) -> tuple[float, str]:
         return 0.0, f"The calls could not be compared ({type(error).__name__})."
 
 
+def answer_of(response: str) -> str | None:
+    """The calls after the reasoning in one canonical text, whatever their order, or None."""
+    calls = parse(hub.after_thinking(response) or "")
+    return "\n".join(sorted(f"{name} {json.dumps(arguments, sort_keys=True)}"
+                            for name, arguments, _ in calls)) or None
+
+
 def render(answer) -> str:
     """The gold calls as a perfect response (BFCL: the first allowed values)."""
     answer = json.loads(answer) if isinstance(answer, str) else answer
