@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import checkpoint
 import common
 import data
+import packing
 import rollout
 from data import tiny_base
 from data.tiny_base import IGNORED
@@ -42,6 +43,7 @@ def get_args(argv=None):
     add("--lr", type=float, help="peak learning rate of AdamW (default: 2e-5; with --tiny 2e-3)")
     add("--max_tokens", type=int, default=1024, help="longer examples are dropped, and counted")
     add("--tokens_per_micro", type=int, default=4096, help="tokens of a forward and backward pass")
+    add("--dtype", default="float32", choices=["float32", "bfloat16"], help="compute")
     add("--seed", type=int, default=0, help="draws rows and, with --tiny, all that is random")
     tiny = "--tiny" in (sys.argv[1:] if argv is None else argv)
     parser.set_defaults(**dict(steps=1400, batch=48, lr=2e-3) if tiny else
@@ -88,7 +90,8 @@ def step(model, optimizer, batches):
     for ids, labels in batches:
         # logits (B,T,V) are what costs memory: none before the first token that is learnt
         keep = ids.shape[1] - max(1, (labels != IGNORED).any(0).nonzero()[0].item())
-        logits = model(input_ids=ids, logits_to_keep=keep + 1).logits[:, :-1].float()  # (B,keep,V)
+        with packing.compute(model):
+            logits = model(input_ids=ids, logits_to_keep=keep + 1).logits[:, :-1].float()
         loss = F.cross_entropy(logits.flatten(0, 1), labels[:, -keep:].flatten(),
                                ignore_index=IGNORED, reduction="sum") / total
         loss.backward()
@@ -108,6 +111,7 @@ def main(args):
     else:
         model, tokenizer = checkpoint.load_model(args.model)
         examples = gold_examples(args, tokenizer)
+    model.compute_dtype = None if args.dtype == "float32" else torch.bfloat16
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     for number in (bar := tqdm(range(args.steps), desc="sft")):
