@@ -1,9 +1,9 @@
 """Whole runs of both trainers: the gradient belongs to the batch and not to how it is split, a run
 that was killed goes on as if it had not been, and no rank is ever left waiting.
 
-tests/worker.py runs them all, some on two ranks, before the first test; the tests read what they left.
-Arithmetic in float64 has Hugging Face's Llama norm patched to stay there: as shipped it computes in
-float32, which alone would limit agreement to 1e-8. GPT-2 needs no patch.
+tests/worker.py runs them all, some on two ranks, before the first test; the tests read what they
+left. Arithmetic in float64 has Hugging Face's Llama norm patched to stay there: as shipped it
+computes in float32, which alone would limit agreement to 1e-8. GPT-2 needs no patch.
 """
 import itertools
 import json
@@ -207,12 +207,12 @@ def test_split(jobs, config, variant):
 
 def test_the_splits_are_what_they_say(jobs):
     for config in CONFIGS:
-        sizes = {variant: [n for step in jobs.seen(f"{config}-f64-{variant}")["micro"] for n in step]
-                 for variant in ("whole", *VARIANTS)}
+        runs = {variant: jobs.seen(f"{config}-f64-{variant}") for variant in ("whole", *VARIANTS)}
+        sizes = {variant: sum(run["micro"], []) for variant, run in runs.items()}
         assert max(sizes["row"]) == max(sizes["ddp-row-plain"]) == 1
         assert 1 < max(sizes["some"]) < max(sizes["whole"]), (config, sizes)
         assert len(sizes["some"]) > len(sizes["whole"])
-        steps = jobs.seen(f"{config}-f64-whole")["rows"]
+        steps = runs["whole"]["rows"]
         rewards = [[reward for _, (_, reward) in sorted(step.items())] for step in steps]
         groups = [tuple(step[i:i + 4]) for step in rewards for i in range(0, 16, 4)]
         assert any(0 < sum(group) < 4 for group in groups) and (0.0,) * 4 in groups  # no signal
@@ -266,7 +266,8 @@ def test_no_context_no_gradient(jobs):
     assert first["jsd"] > 1e-3 and first["grad_norm"] > 1e-3  # with a demonstration it differs
 
 
-@pytest.mark.parametrize("run, rate, steps", [("sdpo-token-1-f64-whole", 0.3, 3), ("bf16", 0.05, 4)])
+@pytest.mark.parametrize("run, rate, steps", [("sdpo-token-1-f64-whole", 0.3, 3),
+                                              ("bf16", 0.05, 4)])
 def test_ema_follows_the_student(jobs, run, rate, steps):
     """From the checkpoints of every step. S03: in a bf16 run the average is float32 and moves."""
     model = load_file(Path(jobs.models["llama"]) / "model.safetensors")
@@ -281,8 +282,9 @@ def test_ema_follows_the_student(jobs, run, rate, steps):
             average[name] = (1 - rate) * average[name] + rate * tensor.double()
             assert tensor.dtype == (torch.bfloat16 if run == "bf16" else torch.float64)
             assert teacher[name].dtype == (torch.float32 if run == "bf16" else torch.float64)
-            torch.testing.assert_close(teacher[name].double(), average[name], atol=bound, rtol=bound)
-    moved = [name for name, t in teacher.items() if not torch.equal(t, t.bfloat16().to(t.dtype))]
+            torch.testing.assert_close(teacher[name].double(), average[name],
+                                       atol=bound, rtol=bound)
+    moved = [t for t in teacher.values() if not torch.equal(t, t.bfloat16().to(t.dtype))]
     assert len(moved) > 10  # no value of bf16: the average has digits that bf16 would have lost
 
 
@@ -290,10 +292,12 @@ def test_ema_follows_the_student(jobs, run, rate, steps):
 
 def assert_same_run(jobs, killed, whole):
     last = sorted((jobs.root / whole).glob("ckpt-*"))[-1].name
-    for name in ("model.safetensors", "trainer/optimizer.safetensors", "trainer/state.json",
+    for name in ("model.safetensors", "trainer/optimizer.safetensors",
                  "trainer/teacher.safetensors", "config.json", "tokenizer.json"):
         ours, theirs = (jobs.root / run / last / name for run in (killed, whole))
         assert ours.read_bytes() == theirs.read_bytes(), name
+    ours, theirs = (jobs.root / run / last / "trainer" / "state.json" for run in (killed, whole))
+    assert json.loads(ours.read_text()) == json.loads(theirs.read_text())
     assert jobs.log(killed) == jobs.log(whole)
     ours, theirs = (jobs.root / run / "samples.jsonl" for run in (killed, whole))
     assert ours.read_text() == theirs.read_text()
@@ -326,16 +330,17 @@ def test_a_truncated_checkpoint_is_passed_over(jobs):
 
 
 def test_each_row_once_an_epoch(jobs):
-    """R06, R07: the resumed part trains on the prompts that the whole run had then, and 20 rows fill
-    5 steps of 4 prompts."""
+    """R06, R07: the resumed part trains on the prompts that the whole run had then, and 20 rows
+    fill 5 steps of 4 prompts."""
     whole = jobs.seen("sdpo-whole")["prompts"]
     assert sorted(row for step in whole for _, row in step) == list(range(20))
     assert jobs.seen("sdpo-last")["prompts"] == whole[4:]
 
 
 def test_adam_counts_on(jobs):
-    """R09: with --updates 2 every step makes two optimizer steps, unless half of it has no target."""
-    moments = load_file(jobs.root / "sdpo-killed" / "ckpt-000005" / "trainer/optimizer.safetensors")
+    """R09: with --updates 2 a step makes two optimizer steps, unless half of it has no target."""
+    last = jobs.root / "sdpo-killed" / "ckpt-000005" / "trainer"
+    moments = load_file(last / "optimizer.safetensors")
     made = {int(value) for name, value in moments.items() if name.endswith("/step")}
     (made,) = made
     assert made == len(jobs.seen("sdpo-whole")["grads"]) > 5

@@ -1,11 +1,11 @@
-"""Small random models, a task with mixed rewards, and real runs of the scripts in processes of their own.
+"""Small random models, a task with mixed rewards, and real runs of the scripts as processes.
 
     python tests/worker.py jobs.json
 
-forks one process a rank for every job: ranks that torchrun would start, with the same environment,
-without its seconds of imports. A job names a script, its flags and what is to be done to it: SGD in
-place of AdamW, arithmetic in float64, a fault in the code, a SIGKILL at some point. Each rank leaves
-what it saw in OUT.rank0.pt: gradients before clipping, samples, rewards, sizes of micro-batches.
+forks one process a rank for every job: ranks that torchrun would start, with the environment that
+it sets, without its seconds of imports. A job names a script, its flags and what is done to it: SGD
+in place of AdamW, arithmetic in float64, a fault in the code, a SIGKILL at some point. Each rank
+leaves what it saw in NAME.rank0.pt: gradients before clipping, samples, sizes of micro-batches.
 """
 import contextlib
 import importlib
@@ -91,8 +91,8 @@ def make_model(kind, vocab, seed=0):
 
 
 def make_folders(root):
-    """{kind: folder} of saved models with their tokenizer. Many ids stop a response, so that lengths
-    vary; generation_config asks for a decoding that no run may take over."""
+    """{kind: folder} of saved models with their tokenizer. Many ids stop a response, so that
+    lengths vary; generation_config asks for a decoding that no run may take over."""
     tokenizer = make_tokenizer()
     stop = [0, *tokenizer.convert_tokens_to_ids(list("eqz7o.tS"))]
     for kind in ("gpt2", "llama", "untied", "qwen3", "other"):
@@ -118,7 +118,7 @@ def load(source, split="train", limit=None, seed=0):
 
 
 def score(text, answer):
-    """Every third prompt always fails, one in seven always succeeds, the rest depends on the text."""
+    """Every third prompt always fails, one in seven never does, the rest depends on the text."""
     if int(answer) % 3 == 0:
         return 0.0, "no, never"
     luck = zlib.crc32(f"{text} {answer}".encode()) % 5 < 2
@@ -160,9 +160,10 @@ def record(job, seen):
             for g, (number, _) in enumerate(batch):
                 if number % 2 or job["zero"] == "all":
                     rewards[g * group:(g + 1) * group] = 0
-        seen["rows"].append({r.row: (r.ids, reward) for r, reward in
-                             zip(rollouts, rewards.tolist(), strict=True)})
-        seen["prompts"].append([(n, row["id"]) for n, row in batch])
+        if group == 4:  # else it is an evaluation
+            seen["rows"].append({r.row: (r.ids, reward) for r, reward in
+                                 zip(rollouts, rewards.tolist(), strict=True)})
+            seen["prompts"].append([(n, row["id"]) for n, row in batch])
         return rewards, told
 
     def micro(original, rows, passes, *rest):
@@ -181,7 +182,7 @@ def float64():
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     def forward(self, x):
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * x / (x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).sqrt()
     LlamaRMSNorm.forward = forward
 
 
@@ -196,7 +197,8 @@ def mutate(fault):
         wrap(packing, "tokens", lambda f, rows, rollouts, masks, *a: f(
             rows, rollouts, [m.roll(1) for m in masks], *a))
     elif fault == "no context":
-        wrap(teacher, "teacher_prompt_ids", lambda f, encode, messages, *a: (encode(messages), False))
+        wrap(teacher, "teacher_prompt_ids",
+             lambda f, encode, messages, *a: (encode(messages), False))
     elif fault == "index":
         def shifted(f, *a):
             *rest, index = f(*a)
@@ -268,8 +270,9 @@ def start(job, rank):
         with (open(f"{job['files']}.rank{rank}.txt", "w") as file,
               contextlib.redirect_stderr(file), contextlib.redirect_stdout(file)):
             if job["ranks"] > 1 or "--fsdp" in job["argv"]:
-                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost",
-                               "WORLD_SIZE": str(job["ranks"]), "MASTER_PORT": str(job["port"])}
+                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank),
+                               "WORLD_SIZE": str(job["ranks"]), "MASTER_ADDR": "localhost",
+                               "MASTER_PORT": str(job["port"])}
             try:
                 run(job)
                 code = 0
@@ -285,8 +288,6 @@ def main(path):
     jobs = json.loads(Path(path).read_text())
     for name in {job["script"] for job in jobs}:
         importlib.import_module(name)
-    import transformers.models.gpt2.modeling_gpt2  # noqa: F401
-    import transformers.models.llama.modeling_llama  # noqa: F401
     for job in jobs:
         for command in job["before"]:
             BEFORE[command](Path(job["out"]))
