@@ -31,6 +31,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).parent
 TINY = dict(model="tiny", data="tiny", prompts=8, group=8, max_prompt=160, max_new=64, steps=60,
             warmup=5, max_teacher_prompt=320, eval_every=20, save_every=30)  # what --tiny sets
+ON_OFF = argparse.BooleanOptionalAction  # a flag that is on, and --no-flag
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 # what may change when a run is resumed: how far and how fast it goes, never what it computes
 FREE = {"resume", "out", "steps", "eval_every", "save_every", "keep", "tokens_per_micro", "quiet"}
@@ -83,6 +84,15 @@ def at_least(low, kind=int):
     return read
 
 
+def require_files(parser, args, *names):
+    """Refuse a file that is not there; a hub id or a folder shows when it loads."""
+    for name in names:
+        value = getattr(args, name, None) or []
+        for path in value if isinstance(value, list) else [value]:
+            if path.endswith((".jsonl", ".gguf")) and not Path(path).is_file():
+                parser.error(f"--{name} {path}: there is no such file")
+
+
 def add_run_args(parser, lr, updates):
     """The flags that change no science; the others are declared in the train files."""
     count, whole, real = at_least(1), at_least(0), at_least(0, float)
@@ -120,7 +130,7 @@ def add_run_args(parser, lr, updates):
     add("--eval_prompts", type=whole, default=64, help="held-out prompts of one (0: all)")
     add("--eval_n", type=count, default=4, help="samples for each of them")
     add("--ref_every", type=whole, default=10, help="steps between values of kl_ref (0: none)")
-    add("--save_every", type=whole, default=10, help="steps between checkpoints (0: the last alone)")
+    add("--save_every", type=whole, default=10, help="steps between checkpoints (0: only the last)")
     add("--keep", type=count, default=2, help="trainer states to keep; model folders all stay")
     add("--quiet", action="store_true", help="no progress bar")
 
@@ -151,6 +161,7 @@ def parse(parser, argv, tiny, check):
     args.data = args.data or data.TASKS[args.task].TRAIN
     if args.data is None:
         parser.error(f"--task {args.task}: has no training set of its own; name one with --data")
+    require_files(parser, args, "model", "data", "eval_data", "teacher_init")
     check(args, parser.error)
     for name in sorted(old.keys() - FREE):
         if getattr(args, name) != old[name]:

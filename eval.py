@@ -14,6 +14,7 @@ Samples are drawn at T 0.6, top-p 0.95, as in the paper; the output says so. --b
 more model on the same prompts under the same settings, and adds relative gain and forgetting.
 """
 import json
+import os
 import time
 from collections import Counter
 from math import comb
@@ -164,6 +165,9 @@ def get_args(argv=None):
         parser.error("--source: goes with one benchmark in --tasks")
     if args.n < 1 or args.limit < 0 or args.max_new < 1 or args.max_prompt < 1:
         parser.error("--n, --max_new, --max_prompt: must be at least 1; --limit: not negative")
+    if args.fsdp == "on" and "RANK" not in os.environ:
+        parser.error("--fsdp on: needs ranks; start the script with torchrun")
+    common.require_files(parser, args, "model", "baseline", "source")
     if not args.temperature >= 0 or not 0 < args.top_p <= 1:
         parser.error("--temperature: must not be negative; --top_p: must lie in (0, 1]")
     return args

@@ -38,7 +38,8 @@ def add_args(parser):
     add("--no_std", action="store_true", help="advantages without the division by the group's std")
     add("--eps_low", type=float, default=0.2, help="clip the ratio at 1 - eps_low")
     add("--eps_high", type=float, default=0.28, help="clip the ratio at 1 + eps_high")
-    add("--kl_coef", type=float, default=0.0, help="weight of the k3 penalty to the base model")
+    add("--kl_coef", type=common.at_least(0, float), default=0.0,
+        help="weight of the k3 penalty to the base model")
     add("--agg", default="token", choices=["token", "seq"], help="mean over tokens or responses")
     common.add_run_args(parser, lr=1e-6, updates=4)
 
@@ -48,8 +49,6 @@ def check(args, error):
         error(f"--group {args.group}: an advantage compares siblings; it takes 2 or more")
     if not (0 < args.eps_low <= 1 and args.eps_high > 0):
         error("--eps_low must lie in (0, 1], --eps_high must be positive")
-    if args.kl_coef < 0:
-        error(f"--kl_coef {args.kl_coef}: must not be negative")
 # ==== end ====
 
 

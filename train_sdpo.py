@@ -15,7 +15,6 @@ arXiv:2607.01763 (the paper). Left out: reward models, LoRA, off-policy replay.
     torchrun --nproc_per_node 8 train_sdpo.py --ema 0.05          # the paper's SDPO_5%, Qwen3-4B
     torchrun --nproc_per_node 8 train_sdpo.py --restart_every 10 --ema 0.05 --restart_mix matched
 """
-import argparse
 import time
 
 import torch
@@ -38,11 +37,12 @@ def add_args(parser):
     add = parser.add_argument_group("SDPO").add_argument
     add("--beta", type=float, default=0.5, help="divergence: 0 KL(T||S), 1 KL(S||T), 0.5 JSD")
     add("--topk", type=int, default=0, help="distil the student's K largest tokens (0: all)")
-    add("--tail", action=argparse.BooleanOptionalAction, default=True,
+    add("--tail", action=common.ON_OFF, default=True,
         help="with --topk: what is left as one bucket, or renormalise")
     add("--is_clip", type=float, default=2.0, help="largest importance weight of a token")
     add("--agg", default="token", choices=["token", "seq"], help="mean over tokens or responses")
-    add("--success", type=float, default=1.0, help="reward that makes a response a demonstration")
+    add("--success", type=common.at_least(0, float), default=1.0,
+        help="reward that makes a response a demonstration")
     add("--feedback", default="never", choices=["never", "fallback", "always"],
         help="show the verifier's words (fallback: where there is no demonstration)")
     add("--cot", action="store_true", help="--demo_cot and --loss_cot")
@@ -65,7 +65,7 @@ def check(args, error):
             error(f"--{name} {getattr(args, name)}: must lie in [0, 1]")
     if args.group < 2 and args.feedback == "never":
         error("--group 1: demonstrations come from siblings; take 2 or more, or --feedback always")
-    if args.topk < 0 or args.restart_every < 0 or args.is_clip <= 0:
+    if args.topk < 0 or args.restart_every < 0 or not args.is_clip > 0:
         error("--topk, --restart_every: must not be negative; --is_clip: must be positive")
     if args.restart_mix == "matched":
         if not (args.ema and args.restart_every):

@@ -31,7 +31,8 @@ def get_args(argv=None):
     add = parser.add_argument_group("model and data").add_argument
     add("--model", default="Qwen/Qwen3-4B", help="hub id, Hugging Face folder or .gguf file")
     add("--tiny", action="store_true", help="build the tiny base instead, on the six tiny domains")
-    add("--task", default="math", choices=sorted(data.TASKS), help="domain of the rows")
+    add("--task", default="math", choices=sorted(data.TASKS), metavar="STR",
+        help="domain of the rows: math, science, tooluse, coding, logic, knowledge")
     add("--data", help="short name, hub id or .jsonl file (default: the paper's training set)")
     add("--split", default="train", help="split of the data, where it has several")
     add("--limit", type=int, help="use the first rows only")
