@@ -32,17 +32,19 @@ TINY = dict(model=["tiny"], tasks="tiny", n=8, max_new=64, max_prompt=160, limit
 
 def evaluate(model, tokenizer, task, rows, args, n, key, temperature, top_p):
     """Sample and score n responses to each row. The ranks share the work and all get every record,
-    one a prompt, in order: {"id", "rewards", "answers", "lengths", "finished", "responses"}."""
+    one a prompt, in order: {"id", "rewards", "answers", "lengths", "finished", "responses", "gold"},
+    where gold is what the verifier gives the gold answer itself."""
     mine = list(enumerate(rows))[common.rank()::common.world()]
     with common.gathered(model):
         rollouts = rollout.sample(model, tokenizer, [row["ids"] for _, row in mine],
                                   [i for i, _ in mine], n, args.max_new, key, temperature, top_p)
     rewards, _ = rollout.score(task, rollouts, mine, n)
-    records = []
+    golds, records = rollout.gold_scores(task, [row for _, row in mine]), []
     for k, (i, row) in enumerate(mine):
         own = rollouts[k * n:(k + 1) * n]
         texts = [row["opened"] + r.text for r in own]
-        records.append((i, {"id": row["id"], "rewards": rewards[k * n:(k + 1) * n].tolist(),
+        records.append((i, {"id": row["id"], "gold": golds[k][0],
+                            "rewards": rewards[k * n:(k + 1) * n].tolist(),
                             "answers": [task.answer_of(text) for text in texts],
                             "lengths": [len(r.ids) for r in own],
                             "finished": [r.finished for r in own], "responses": texts}))
@@ -64,6 +66,7 @@ def summary(records):
                      for k in sorted({1, 2, 4, 8, 16, 32, 64, n}) if k <= n},
             "maj": sum(majority(r["answers"], r["rewards"]) for r in records) / prompts,
             "length": share("lengths", float),
+            "unreadable": sum(r.get("gold", 1) != 1 for r in records),
             "frac_truncated": share("finished", lambda finished: not finished),
             "frac_answered": share("answers", lambda answer: answer is not None)}
 
@@ -151,6 +154,7 @@ def get_args(argv=None):
     add("--fsdp", default="off", choices=["on", "off"], help="shard the model over the ranks")
     add("--seed", type=int, default=0, help="of the samples, and of what a benchmark draws")
     add("--out", default="eval.json", help="scores; the samples go to the .jsonl beside it")
+    parser.set_defaults(param_dtype="float32")
     args = parser.parse_args(argv)
     if args.tiny:
         parser.set_defaults(**TINY)

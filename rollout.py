@@ -4,8 +4,8 @@ The sampler is exact: at temperature 1 a token is drawn from the model's own sof
 truncated, penalised or suppressed, whatever the model's generation_config says. Each response has a
 stream of uniform numbers of its own, keyed on (seed, step, row), and a token is the inverse CDF at
 the next of them: the result depends neither on how rows are batched nor on the number of ranks. A
-prompt is read once and its key-value cache is handed to its G responses; finished rows leave the
-batch. Log-probabilities and entropies are read off the same logits: nobody computes them again.
+prompt is read once, its G responses share its keys and values, and finished rows leave the batch.
+Log-probabilities and entropies are read off the same logits: nobody computes them again.
 """
 import hashlib
 import inspect
@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
-from transformers import DynamicCache
+from transformers import AttentionInterface, DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 import losses
 import packing
@@ -94,6 +95,82 @@ def pick(logits, uniform, temperature=1.0, top_p=1.0):
     return token, logprobs.gather(-1, token[:, None])[:, 0], entropy
 
 
+class Growing(DynamicLayer):
+    """A layer's cache of the tokens that R rows have sampled, in a buffer (R, KV, capacity, d) that
+    doubles when it is full. (DynamicLayer copies all it holds for every token.)"""
+
+    def update(self, keys, values, *args, **kwargs):
+        n = self.get_seq_length()
+        if not n or n == self.buffers[0].shape[2]:
+            super().update(*(keys.new_empty(*keys.shape[:2], max(n, 32), keys.shape[3]),) * 2)
+            self.buffers = self.keys, self.values
+        for buffer, new in zip(self.buffers, (keys, values), strict=True):
+            buffer[:, :, n:n + 1] = new
+        self.keys, self.values = (buffer[:, :, :n + 1] for buffer in self.buffers)
+        return self.keys, self.values
+
+    def batch_select_indices(self, going):
+        n = self.get_seq_length()
+        if n == 0:
+            return
+        for buffer in self.buffers:  # the rows that stay move up
+            buffer[:len(going), :, :n] = buffer[going, :, :n]
+        self.buffers = [buffer[:len(going)] for buffer in self.buffers]
+        self.keys, self.values = (buffer[:, :, :n] for buffer in self.buffers)
+
+
+class SharedPrompts:
+    """Keys and values of S prompts, once for all of their G siblings.
+
+    A new token attends to its prompt and to its row's own tokens. The queries of siblings meet the
+    prompt together, (G, d) @ (d, P), so that it is read once and not G times; the softmax runs over
+    both parts. Exact: the same sums, in another order. r = query heads of a key-value head (KV).
+    """
+
+    def __init__(self, layers, mask, group):
+        self.layers = [(layer.keys, layer.values) for layer in layers]  # (S, KV, P, d)
+        self.padding = (mask == 0)[:, None, None]  # (S, 1, 1, P)
+        self.group, self.place = group, torch.arange(len(mask) * group, device=mask.device)
+
+    def select(self, going):
+        """Some rows stay, and the prompts that still have one."""
+        place = self.place[going]
+        live, prompt = (place // self.group).unique(return_inverse=True)
+        self.place = prompt * self.group + place % self.group
+        if len(live) < len(self.padding):
+            self.layers = [(keys[live], values[live]) for keys, values in self.layers]
+            self.padding = self.padding[live]
+
+    def gather(self, rows):
+        """(R, KV, r, x) -> (S, KV, G * r, x), with 0 for siblings that have left."""
+        grid = rows.new_zeros(len(self.padding) * self.group, *rows.shape[1:])
+        grid[self.place] = rows
+        return grid.unflatten(0, (-1, self.group)).transpose(1, 2).flatten(2, 3)
+
+    def scatter(self, grid):
+        """The way back."""
+        return grid.unflatten(2, (self.group, -1)).transpose(1, 2).flatten(0, 1)[self.place]
+
+    def attend(self, layer, query, key, value, scaling):
+        """query (R, H, 1, d), key and value (R, KV, t, d) of the row's own tokens: (R, 1, H, d)."""
+        keys, values = self.layers[layer]
+        query = query.unflatten(1, (key.shape[1], -1)).squeeze(3) * scaling  # (R, KV, r, d)
+        prompt = (self.gather(query) @ keys.mT).masked_fill_(self.padding, -torch.inf)
+        scores = torch.cat([self.scatter(prompt), query @ key.mT], -1)  # (R, KV, r, P + t)
+        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        prompt, own = weights.to(value.dtype).split([keys.shape[2], key.shape[2]], -1)
+        out = self.scatter(self.gather(prompt) @ values) + own @ value
+        return out.flatten(1, 2)[:, None]
+
+
+def _attention(module, query, key, value, mask, scaling=None, shared=None, **kwargs):
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return shared.attend(module.layer_idx, query, key, value, scaling), None
+
+
+AttentionInterface.register("shared_prompts", _attention)  # without a mask function: it needs none
+
+
 @torch.inference_mode()
 def _sample_batch(model, prompts, uniforms, stop, temperature, top_p):
     """prompts: lists of token ids; uniforms (R, max_new), R = len(prompts) * G. Returns tokens,
@@ -110,14 +187,26 @@ def _sample_batch(model, prompts, uniforms, stop, temperature, top_p):
     cache = DynamicCache(config=model.config)
     names = inspect.signature(model.forward).parameters
     keywords = {"cache" if "cache" in names else "past_key_values": cache}  # the older name
+    usual, shared = model.config._attn_implementation, None
 
     def forward(ids, position):
-        with packing.compute(model):
-            return model(input_ids=ids, position_ids=position, attention_mask=mask,
-                         use_cache=True, logits_to_keep=1, **keywords).logits[:, -1]
+        if shared:
+            model.config._attn_implementation = "shared_prompts"
+        seen = {"shared": shared} if shared else {"attention_mask": mask}
+        try:
+            with packing.compute(model):
+                return model(input_ids=ids, position_ids=position, use_cache=True,
+                             logits_to_keep=1, **seen, **keywords).logits[:, -1]
+        finally:
+            model.config._attn_implementation = usual
 
     logits = forward(ids, position).repeat_interleave(group, 0)  # a prompt is read once
-    cache.batch_repeat_interleave(group)
+    if model.can_pack and model._supports_attention_backend and (
+            all(type(layer) is DynamicLayer for layer in cache.layers)):
+        shared = SharedPrompts(cache.layers, mask, group)
+        cache.layers = [Growing() for _ in cache.layers]
+    else:
+        cache.batch_repeat_interleave(group)
     mask, position = (x.repeat_interleave(group, 0) for x in (mask, position[:, -1:]))
     wide = torch.promote_types(logits.dtype, torch.float32)
     tokens = torch.zeros(rows, max_new, dtype=torch.long)
@@ -133,6 +222,8 @@ def _sample_batch(model, prompts, uniforms, stop, temperature, top_p):
             break
         if len(going) < len(alive):  # finished rows leave the batch
             cache.batch_select_indices(going)
+            if shared:
+                shared.select(going)
             alive, mask, position = alive[going.cpu()], mask[going], position[going]
             token = token[going]
         mask, position = torch.cat([mask, mask.new_ones(len(mask), 1)], 1), position + 1
@@ -198,7 +289,23 @@ def load_rows(args, task, tokenizer):
     if not kept:
         fail(f"--data {args.data}: none of its {len(rows)} prompts has --max_prompt "
              f"{args.max_prompt} tokens or fewer")
+    wrong = [told for reward, told in gold_scores(task, kept[:8]) if reward != 1]
+    if len(wrong) == len(kept[:8]):
+        fail(f"--data {args.data}: --task {args.task} gives its own gold answers 0 ({wrong[0]}): "
+             "are these rows of another task?")
     return kept
+
+
+def gold_scores(task, rows):
+    """(reward, feedback) of the rows' gold answers, written as perfect responses where that can be
+    done: what the verifier does not accept there, no student will ever be rewarded for."""
+    scored = []
+    for row in rows:
+        try:
+            scored.append(task.score(task.render(row["answer"]), row["answer"]))
+        except ValueError:  # asserts alone tell no program
+            scored.append((1.0, ""))
+    return scored
 
 
 def fitting(rows, task, tokenizer, args):
