@@ -1,0 +1,295 @@
+"""Evaluation: scores against brute force, on one rank or four, and what a report has to say."""
+import itertools
+import json
+import math
+import os
+import socket
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import worker
+
+import checkpoint
+import common
+import data
+import eval
+
+ROWS = Path(__file__).parent / "rows" / "cases.jsonl"
+CASES = {case["id"]: case for case in map(json.loads, ROWS.open())}
+TWO = "aime24,math500"  # two benchmarks of one patched task
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return worker.make_folders(tmp_path_factory.mktemp("models"))
+
+
+def record(rewards, answers=None, lengths=None, finished=None):
+    n = len(rewards)
+    return {"id": 0, "rewards": rewards, "answers": answers or [None] * n,
+            "lengths": lengths or [3] * n, "finished": finished or [True] * n,
+            "responses": [""] * n}
+
+
+def evaluate(models, out, flags, monkeypatch):
+    worker.install_task(monkeypatch.setattr)
+    argv = (f"--tasks {TWO} --n 4 --max_new 10 --max_prompt 100 --limit 9 {flags} "
+            f"--out {out}").format(**models).split()
+    return eval.main(eval.get_args(argv))
+
+
+# ---- the numbers ---------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("n", [1, 2, 5, 7])
+def test_pass_at_k(n):
+    """Over all sets of k of n samples; and the naive 1 - (1 - c/n)^k is something else."""
+    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+        sets = list(itertools.combinations([1] * c + [0] * (n - c), k))
+        assert eval.pass_at_k(n, c, k) == pytest.approx(sum(map(any, sets)) / len(sets))
+    assert eval.pass_at_k(4, 2, 2) != pytest.approx(1 - 0.5**2)
+    assert eval.pass_at_k(10**4, 1, 5000) == pytest.approx(0.5)  # no overflow
+
+
+@pytest.mark.parametrize("answers, rewards, wanted", [
+    ("aab", [1, 1, 0], 1), ("abb", [1, 0, 0], 0), ("ab", [1, 0], 0.5), ("aabb", [0, 0, 1, 1], 0.5),
+    ("abc", [1, 0, 0], 1 / 3), ("--a", [0, 0, 1], 1), ("---", [0, 0, 0], 0),
+    ("aab", [1, 0, 0], 0.5)])  # one text, two rewards: its mean
+def test_majority(answers, rewards, wanted):
+    """By hand, - for no answer. The order of samples does not matter."""
+    answers = [None if a == "-" else a for a in answers]
+    for order in itertools.permutations(range(len(rewards))):
+        assert eval.majority([answers[i] for i in order],
+                             [rewards[i] for i in order]) == pytest.approx(wanted)
+
+
+def test_summary():
+    """Against the statistics module: the error is over prompts, not over samples."""
+    records = [record([1, 0, 1, 1], ["a", "b", "a", "a"], [5, 6, 7, 8], [True, False, True, True]),
+               record([0, 0, 0, 0], ["c", "d", None, "d"]), record([1, 0, 0, 0], ["e", *"fgh"])]
+    got = eval.summary(records)
+    means = [0.75, 0.0, 0.25]
+    assert got["mean"] == pytest.approx(statistics.mean(means))
+    assert got["se"] == pytest.approx(statistics.stdev(means) / math.sqrt(3))
+    assert got["se"] > 1.2 * math.sqrt(1 / 3 * 2 / 3 / 12)  # what 12 independent samples would have
+    assert (got["prompts"], got["n"]) == (3, 4)
+    assert got["pass"] == {"1": pytest.approx(1 / 3), "4": pytest.approx(2 / 3),
+                           "2": pytest.approx((1 + 0 + 1 / 2) / 3)}
+    assert got["pass"]["1"] == pytest.approx(got["mean"])
+    assert got["maj"] == pytest.approx((1 + 0 + 1 / 4) / 3)
+    assert got["length"] == pytest.approx((26 + 24) / 12)
+    assert got["frac_truncated"] == pytest.approx(1 / 12)
+    assert got["frac_answered"] == pytest.approx(11 / 12)
+    assert eval.summary([record([1, 0])])["se"] is None  # one prompt has no spread: not 0
+
+
+@pytest.mark.parametrize("score, base, relative, gain, forgetting", [
+    (0.6, 0.5, 0.2, 0.2, 0.0), (0.4, 0.5, -0.2, 0.0, 0.2), (0.5, 0.5, 0.0, 0.0, 0.0),
+    (0.3, 0.0, None, None, None), (0.0, 0.0, None, None, None)])
+def test_compare(score, base, relative, gain, forgetting):
+    """E08: from a base of 0 a relative change is unknown, which is not 0 and not inf."""
+    got = eval.compare(score, base)
+    assert got["difference"] == pytest.approx(score - base)
+    assert [got[k] for k in ("relative", "gain", "forgetting")] == [
+        value if value is None else pytest.approx(value) for value in (relative, gain, forgetting)]
+    assert "NaN" not in json.dumps(got) and "Infinity" not in json.dumps(got)
+
+
+# ---- whole evaluations ---------------------------------------------------------------------------
+
+def test_evaluation(models, tmp_path, monkeypatch, capsys):
+    """The scores are those of the samples that lie beside them, which task.score gives again."""
+    out = tmp_path / "deep" / "eval.json"
+    result = evaluate(models, out, "--model {llama}", monkeypatch)
+    assert json.loads(out.read_text()) == json.loads(json.dumps(result))
+    lines = [json.loads(line) for line in out.with_suffix(".jsonl").open()]
+    assert Counter(line["benchmark"] for line in lines) == {"aime24": 9, "math500": 9}
+    for benchmark in TWO.split(","):
+        own = [line for line in lines if line["benchmark"] == benchmark]
+        assert [line["id"] for line in own] == list(range(9))
+        for line in own:
+            assert len(line["responses"]) == len(line["answers"]) == 4
+            assert line["rewards"] == [worker.score(text, str(line["id"]))[0]
+                                       for text in line["responses"]]
+        score = result["scores"][benchmark][models["llama"]]
+        assert score["mean"] == pytest.approx(
+            statistics.mean(r for line in own for r in line["rewards"]))
+        assert 0 < score["mean"] < 1 and score["frac_truncated"] == pytest.approx(
+            statistics.mean(not f for line in own for f in line["finished"]))
+        assert "relative" not in score
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 3 and table[1].startswith("aime24") and "± se" in table[0]
+    assert f"{100 * score['mean']:.1f}" in table[2] and table[2].endswith(models["llama"])
+    again = evaluate(models, tmp_path / "again.json", "--model {llama}", monkeypatch)
+    assert (tmp_path / "again.jsonl").read_text() == out.with_suffix(".jsonl").read_text()
+    other = evaluate(models, tmp_path / "other.json", "--model {llama} --seed 1", monkeypatch)
+    assert other["scores"]["aime24"] != again["scores"]["aime24"]
+
+
+def e02(models, tmp_path, monkeypatch, given, expected):
+    """A base row from the same script, prompts, decoding and length; all of it in the output."""
+    flags = "--model {other} {gpt2} --baseline {llama}"
+    result = evaluate(models, tmp_path / "eval.json", flags, monkeypatch)
+    for scores in result["scores"].values():
+        assert list(scores) == [models["llama"], models["other"], models["gpt2"]]
+        base = scores[models["llama"]]["mean"]
+        assert "relative" not in scores[models["llama"]]
+        for name in ("other", "gpt2"):
+            assert scores[models[name]]["difference"] == pytest.approx(
+                scores[models[name]]["mean"] - base)
+            assert scores[models[name]]["relative"] == pytest.approx(
+                (scores[models[name]]["mean"] - base) / base)
+    lines = [json.loads(line) for line in (tmp_path / "eval.jsonl").open()]
+    prompts = {name: [(x["benchmark"], x["id"]) for x in lines if x["model"] == models[name]]
+               for name in ("llama", "other", "gpt2")}
+    assert prompts["llama"] == prompts["other"] == prompts["gpt2"]
+    saved = json.loads((tmp_path / "eval.json").read_text())
+    assert saved["args"].items() >= {"temperature": 0.6, "top_p": 0.95, "n": 4, "max_new": 10,
+                                     "seed": 0, "baseline": models["llama"]}.items()
+    assert {"commit", "versions", "command", "machine", "date"} <= saved.keys()
+    same = evaluate(models, tmp_path / "same.json", "--model {llama} --baseline {llama}",
+                    monkeypatch)
+    for scores in same["scores"].values():  # E10: no model differs from itself
+        assert scores[models["llama"]]["difference"] == 0 == scores[models["llama"]]["relative"]
+
+
+def e03(models, tmp_path, monkeypatch, given, expected):
+    got = eval.summary([record(given["correct"])])
+    assert got["mean"] == expected["avg@4"] and got["pass"]["4"] == expected["pass@4"]
+
+
+def e06(models, tmp_path, monkeypatch, given, expected):
+    """A gold that the loader cannot read never becomes a row: it would only be scored wrong, or,
+    worse, right. (data/ says file and line; tests/test_loaders.py.) All wrong is 0, and answers
+    that could not be read are counted."""
+    records = [record([0] * 4, [None] * 4 if i < given["unreadable_gold"] else list("abcd"))
+               for i in range(given["rows"])]
+    got = eval.summary(records)
+    assert got["mean"] == expected["accuracy"] and got["maj"] == 0
+    assert round((1 - got["frac_answered"]) * given["rows"]) == expected["unreadable"]
+
+
+def e09(models, tmp_path, monkeypatch, given, expected):
+    records = [record([0], ["a"], [n], [n < 900]) for n in given["lengths"]]
+    got = eval.summary(records)
+    assert got["length"] == pytest.approx(1600 / 3) and got["frac_answered"] == 1
+    assert got["frac_truncated"] == pytest.approx(1 / 3)
+
+
+def s26(models, tmp_path, monkeypatch, given, expected):
+    """The log has both on one line, so the gap is seen (reward at T = 1, eval at T = 1). Nothing
+    flags it automatically: held-out accuracy is what runs are compared by."""
+    state = {}
+    for step, (reward, score) in enumerate(zip(given["train"], given["val"], strict=True), 1):
+        state = eval.best(state, {"reward": reward, "eval": score, "step": step})
+    assert state == {"best_eval": 0.5, "best_step": 1}  # chosen by eval, whatever the reward does
+
+
+def r03(models, tmp_path, monkeypatch, given, expected):
+    """10 rows on 4 ranks: each is scored once, and all as on one rank, which also says that no rank
+    waits for another. FSDP too, where ranks have different numbers of forward passes."""
+    flags = f"--tasks {TWO} --n 4 --max_new 10 --max_prompt 100 --limit {given['rows']}"
+    jobs = []
+    for name, ranks, shard in (("one", 1, ""), ("four", given["world"], ""),
+                               ("shards", 3, "--fsdp on")):
+        with socket.create_server(("localhost", 0)) as free:
+            port = free.getsockname()[1]
+        jobs.append(dict(name=name, script="eval", ranks=ranks, before=[], port=port,
+                         out=str(tmp_path / name), files=str(tmp_path / name), argv=[
+                             "--model", models["gpt2"], *f"{flags} {shard}".split(),
+                             "--out", str(tmp_path / f"{name}-scores.json")]))
+    (tmp_path / "jobs").write_text(json.dumps(jobs))
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run([sys.executable, worker.__file__, tmp_path / "jobs"], env=environment,
+                          timeout=300, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    one = (tmp_path / "one-scores.jsonl").read_text()
+    for name, ranks in (("four", 4), ("shards", 3)):
+        told = (tmp_path / f"{name}.rank0.txt").read_text()
+        assert json.loads((tmp_path / f"{name}.json").read_text())["codes"] == [0] * ranks, told
+        assert (tmp_path / f"{name}-scores.jsonl").read_text() == one
+        scores = json.loads((tmp_path / f"{name}-scores.json").read_text())["scores"]
+        for score in scores.values():
+            assert score[models["gpt2"]]["prompts"] == expected["eval_rows_scored"]
+        assert told.count("benchmark  ") == 1  # the table, by rank 0
+        assert "benchmark  " not in (tmp_path / f"{name}.rank1.txt").read_text()
+
+
+CHECKS = {name.upper(): check for name, check in list(globals().items())
+          if name.upper() in CASES and callable(check)}
+
+
+@pytest.mark.parametrize("case", CHECKS)
+def test_case(case, models, tmp_path, monkeypatch):
+    CHECKS[case](models, tmp_path, monkeypatch, CASES[case]["input"], CASES[case]["expected"])
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+def test_nothing_fits(models, tmp_path, monkeypatch, capsys):
+    """Prompts that are all too long are no score of 0 and no traceback."""
+    with pytest.raises(SystemExit) as stop:
+        evaluate(models, tmp_path / "eval.json", "--model {llama} --max_prompt 5", monkeypatch)
+    assert stop.value.code == 2 and "--max_prompt 5" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "eval.json").exists()
+
+
+def test_unreadable_benchmark(models, tmp_path, monkeypatch, capsys):
+    worker.install_task(monkeypatch.setattr)
+
+    def broken(*a, **k):
+        raise data.hub.DataError("rows.jsonl, line 3: no column 'answer'")
+    monkeypatch.setattr(data.TASKS["math"], "load", broken)
+    with pytest.raises(SystemExit) as stop:
+        eval.main(eval.get_args(["--model", models["llama"], "--tasks", "aime24",
+                                 "--out", str(tmp_path / "eval.json")]))
+    assert stop.value.code == 2
+    assert "rows.jsonl, line 3: no column 'answer'" in capsys.readouterr().err
+
+
+# ---- within a run --------------------------------------------------------------------------------
+
+def test_held_out(models, monkeypatch):
+    """The same prompts at each evaluation, other samples at another step, T = 1; 0 prompts: all."""
+    worker.install_task(monkeypatch.setattr)
+    loaded = checkpoint.load_model(models["llama"])
+    import train_grpo
+    args = train_grpo.get_args(["--model", "m", "--data", "x", "--eval_data", "y", "--max_new", "8",
+                                "--eval_prompts", "6", "--eval_n", "3"])
+    seen = []
+    original = eval.evaluate
+
+    def spy(*a):
+        seen.append(([row["id"] for row in a[3]], a[6], a[7], a[8]))
+        return original(*a)
+    monkeypatch.setattr(eval, "evaluate", spy)
+    run = eval.held_out(args, loaded[1])
+    first, again, later = run(loaded[0], 1), run(loaded[0], 1), run(loaded[0], 2)
+    assert first == again and 0 <= later <= 1
+    assert seen[0] == (list(range(6)), ("eval", 0, 1), 1.0, 1.0) and seen[2][1] == ("eval", 0, 2)
+    args.eval_prompts = 0
+    eval.held_out(args, loaded[1])(loaded[0], 1)
+    assert len(seen[-1][0]) == 20
+    args.eval_every = 0
+    assert eval.held_out(args, loaded[1]) is None
+
+
+def test_watch():
+    """S24: an update too small to matter is said once; so is each other collapse."""
+    line = dict(step=0, reward=0.5, artifact=0.1, boxed=1.0, jsd=0.1, grad_norm=1.0, loss=0.1,
+                skipped=False)
+    state = {}
+    for step in range(1, 13):
+        told = common.watch(state, {**line, "step": step, "grad_norm": 1e-5})
+        assert bool(told) == (step == 10)
+    for change, kind, steps in (({"reward": 0.0}, "reward", 4), ({"artifact": 0.9}, "n-gram", 1),
+                                ({"boxed": 9.0}, "boxed", 1), ({"jsd": 1e-4}, "jsd", 1),
+                                ({"skipped": True, "grad_norm": 0.0}, "nothing to learn", 50)):
+        state = {}
+        assert not any(common.watch(state, {**line, "step": step}) for step in range(20))
+        told = [common.watch(state, {**line, **change, "step": 20 + i}) for i in range(60)]
+        assert [i for i, warnings in enumerate(told) if warnings] == [steps - 1], kind
+        assert len(told[steps - 1]) == 1 and kind in told[steps - 1][0]
