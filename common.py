@@ -218,8 +218,9 @@ def distribute(model, args, device, train=True):
 
     auto shards where copies (weights, gradients, two moments, teacher) would fill 60% of a GPU.
     """
-    name = "bfloat16" if device.type == "cuda" else args.param_dtype
-    compute, model = DTYPES[name if args.dtype == "auto" else args.dtype], model.to(device)
+    model, compute = model.to(device), DTYPES.get(args.dtype)
+    if args.dtype == "auto":
+        compute = torch.bfloat16 if device.type == "cuda" else model.dtype
     model.compute_dtype = compute if compute != model.dtype else None  # read by packing.compute
     if train and args.checkpoint_activations:
         model.gradient_checkpointing_enable({"use_reentrant": False})
