@@ -129,7 +129,11 @@ def read(task, source, split, tokenizer, args, limit):
         rows = task.load(source, split, limit=limit or None, seed=args.seed)
     except ValueError as error:
         common.fail(f"{source}: {error}")
-    return rollout.fitting(rows, task, tokenizer, args)
+    kept = rollout.fitting(rows, task, tokenizer, args)
+    if not kept:
+        common.fail(f"{source}: none of {len(rows)} prompts has --max_prompt {args.max_prompt} "
+                    "tokens or fewer")
+    return kept
 
 
 # ---- the script ----------------------------------------------------------------------------------
