@@ -121,7 +121,7 @@ def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
         letters = dict(zip(rng.sample(names, len(names)), "ABC", strict=False))
         if far:
             by, place = rng.choice(list(ORDERS)), rng.randrange(3)
-            asked = (ORDERS[by][0], "between", ORDERS[by][1])[place]
+            asked = (ORDERS[by][0], "in the middle", ORDERS[by][1])[place]
             question, best = f"By {by}: {' > '.join(names)}. Who is {asked}?", names[place]
         else:
             sums = [(rng.randint(21, 39), rng.randint(2, 5)) for _ in names]
@@ -133,11 +133,11 @@ def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
         def work(name):
             if far:
                 place = names.index(name)
-                said = (f"{name} is {('first', 'between', 'last')[place]}",
-                        f"{' > '.join(names)}, so {name}")
+                said = (f"the {('first', 'middle', 'last')[place]} is {name}",
+                        f"in order {' > '.join(names)}, so {name}")
             else:
-                said = (", ".join(f"{a} + {b} = {a + b}" for a, b in sums) + f", so {name}",
-                        f"{' and '.join(map(str, totals.values()))}, so {name}")
+                worked = ", ".join(f"{a} + {b} = {a + b}" for a, b in sums)
+                said = f"as {worked}, so {name}", f"with {worked}, more has {name}"
             return [f"{text}\n\\boxed{{{letters[name]}}}" for text in said]
 
         def finish():

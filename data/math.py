@@ -141,7 +141,7 @@ def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
                 sums.append(f"{total} {'+' if sign > 0 else '-'} {k} = {new}")
                 words.append(f"{total} {'and' if sign > 0 else 'less'} {k} is {new}")
                 total = new
-            return total, *(f"{', '.join(said)}\n\\boxed{{{total}}}" for said in (sums, words))
+            return total, *(f"so {', '.join(said)}\n\\boxed{{{total}}}" for said in (sums, words))
 
         def finish():
             total, right, also = work(("", ""))

@@ -202,8 +202,8 @@ def render(answer) -> str:
 # ---- the download-free version ---------------------------------------------------------------
 
 TOOLS = {  # name: (kinds of its arguments, a request, the word that tells it from its twin, hard)
-    "trains": ("from to", "by rail from {} to {}", "rail", .4),
-    "flights": ("from to", "by air from {} to {}", "air", .6),
+    "trains": ("from to", "a seat by rail from {} to {}", "rail", .4),
+    "flights": ("from to", "a seat by air from {} to {}", "air", .6),
     "weather": ("city day", "the sun and rain in {} on {}", "rain", .35),
     "events": ("city day", "a concert in {} on {}", "concert", .6),
     "rooms": ("city guests", "beds in {} for {}", "beds", .4),
@@ -233,7 +233,7 @@ def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
             tail = f"\nAction: {tool}\nAction Input: {call}"
             signature = f"{tool}({', '.join(listed[tool])})"
             return (f"for {TOOLS[tool][2]} use {signature}{tail}",
-                    f"call {signature} with {values[0]}, {values[1]}{tail}"), call
+                    f"use {signature} with {', '.join(map(json.dumps, values))}{tail}"), call
 
         def finish():
             (right, also), call = work(name, values)
@@ -241,6 +241,7 @@ def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
             return [{"Action": name, "Action_Input": call}], right, also, rng.choice(wrong), hard
 
         tools = ", ".join(f"{tool}({', '.join(names)})" for tool, names in listed.items())
-        return f"Tools: {tools}\nQuestion: I need {request.format(*values)}", finish
+        wish = request.format(*map(json.dumps, values))
+        return f"Tools: {tools}\nQuestion: I need {wish}", finish
 
     return tiny_rows.collect("tooluse", split, n, seed, draw)
