@@ -32,7 +32,7 @@ TINY = dict(model=["tiny"], tasks="tiny", n=8, max_new=64, max_prompt=160, limit
 
 def evaluate(model, tokenizer, task, rows, args, n, key, temperature, top_p):
     """Sample and score n responses to each row. The ranks share the work and all get every record,
-    one a prompt, in order: {"id", "rewards", "answers", "lengths", "finished", "responses", "gold"}:
+    one a prompt in order: {"id", "rewards", "answers", "lengths", "finished", "responses", "gold"},
     gold is what the verifier gives the gold answer itself."""
     mine = list(enumerate(rows))[common.rank()::common.world()]
     with common.gathered(model):

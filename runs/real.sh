@@ -10,7 +10,7 @@ case $task in
 science)
   cp "$data/science/sdpo_sciknoweval_chemistry_train.jsonl" "$out/train.jsonl"
   cp "$data/science/sdpo_sciknoweval_chemistry_test.jsonl" "$out/test.jsonl"
-  bench=sciknoweval sft="--steps 40 --batch 8 --max_tokens 400" prompt=360 new=48 ;;
+  bench=sciknoweval sft="--steps 16 --batch 8 --max_tokens 400" prompt=360 new=48 ;;
 tooluse) # 110 rows over 11 APIs: every fourth is held out
   awk 'NR % 4' "$data/tools/tooluse_train_standin.jsonl" >"$out/train.jsonl"
   awk 'NR % 4 == 0' "$data/tools/tooluse_train_standin.jsonl" >"$out/test.jsonl"
