@@ -219,21 +219,21 @@ def render(answer: dict) -> str:
 
 # ---- the download-free version -------------------------------------------------------------------
 
-OPERATIONS = {  # as asked: (expression, what it is taken for, hard)
-    "add {k}": ("{x} + {k}", "subtract {k}", .2), "subtract {k}": ("{x} - {k}", "add {k}", .3),
-    "multiply by {k}": ("{x} * {k}", "add {k}", .2), "square": ("{x} ** 2", "negate", .35),
-    "negate": ("-{x}", "halve", .4), "halve": ("{x} // 2", "square", .25)}
+OPERATIONS = {  # as asked: (expression, what it is taken for, how often)
+    "add {k}": ("{x} + {k}", "subtract {k}", .3), "subtract {k}": ("{x} - {k}", "add {k}", .4),
+    "multiply by {k}": ("{x} * {k}", "add {k}", .25), "square": ("{x} ** 2", "negate", .4),
+    "negate": ("-{x}", "halve", .5), "halve": ("{x} // 2", "square", .3)}
 
 
 def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
-    """A function of two operations, in one expression or two lines. A wrong one takes an operation
-    for another, or forgets the brackets."""
+    """A function of two operations, in one expression or two lines. A careless learner takes some
+    operations for others, or forgets the brackets."""
 
     def draw(rng):
         f = rng.choice(["f", "g", "h", "p", "solve", "run", "calc", "make"])
         x = rng.choice("xnatbk")
         asked = [(name, rng.randint(2, 9)) for name in rng.sample(list(OPERATIONS), 2)]
-        hard = [OPERATIONS[name][2] for name, _ in asked]
+        inputs = rng.sample(range(-9, 10), 3)
 
         def work(steps, brackets=True):
             (first, k), (last, m) = steps
@@ -245,22 +245,22 @@ def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
                            f"first {first.format(k=k)}\n{head}    {x} = {inner}\n"
                            f"    return {outer.format(x=x, k=m)}\n```")
 
+        def results(whole):
+            return [eval(whole, {x: value}) for value in inputs]
+
+        def careless():
+            steps = [(OPERATIONS[name][1] if rng.random() < OPERATIONS[name][2] else name, k)
+                     for name, k in asked]
+            brackets = rng.random() < .85
+            whole, texts = work(steps, brackets)
+            text = rng.choice(texts) if brackets else texts[0]  # two lines need none
+            return text, results(whole) == results(work(asked)[0])
+
         def finish():
             whole, (right, also) = work(asked)
-            inputs = rng.sample(range(-9, 10), 3)
-            results = [eval(whole, {x: value}) for value in inputs]
-            same = True
-            while same:
-                if rng.random() < .25:
-                    bad, texts = work(asked, brackets=False)
-                    texts = texts[:1]  # in two lines it would be right
-                else:
-                    bad, texts = work([(OPERATIONS[name][1] if rng.random() < h else name, k)
-                                       for (name, k), h in zip(asked, hard, strict=True)])
-                same = results == [eval(bad, {x: value}) for value in inputs]
-            asserts = [f"assert {f}({i}) == {o}" for i, o in zip(inputs, results, strict=True)]
-            return ({"asserts": asserts}, right, also, rng.choice(texts),
-                    1 - (1 - hard[0]) * (1 - hard[1]))
+            asserts = [f"assert {f}({i}) == {o}"
+                       for i, o in zip(inputs, results(whole), strict=True)]
+            return {"asserts": asserts}, right, also, careless
 
         first, last = (name.format(k=k) for name, k in asked)
         return f"Write {f}({x}): {first}, then {last}.", finish

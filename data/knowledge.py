@@ -57,10 +57,10 @@ def render(answer: str) -> str:
     return f"The right option is {answer}. The answer is \\boxed{{{answer}}}."
 
 
-CAPITALS = {"Norway": ("Oslo", .4), "Italy": ("Rome", .3), "France": ("Paris", .4),
-            "Peru": ("Lima", .6), "Egypt": ("Cairo", .5), "Japan": ("Tokyo", .4),
-            "India": ("Delhi", .5), "Ecuador": ("Quito", .6), "Switzerland": ("Bern", .6),
-            "Korea": ("Seoul", .6)}
+CAPITALS = {"Norway": ("Oslo", .7), "Italy": ("Rome", .6), "France": ("Paris", .7),
+            "Peru": ("Lima", .8), "Egypt": ("Cairo", .7), "Japan": ("Tokyo", .6),
+            "India": ("Delhi", .7), "Ecuador": ("Quito", .8), "Switzerland": ("Bern", .8),
+            "Korea": ("Seoul", .7)}
 
 
 def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:

@@ -109,6 +109,8 @@ def render(answer: str | dict) -> str:
 
 ORDERS = {"age": ("oldest", "youngest"), "height": ("tallest", "shortest"),
           "speed": ("fastest", "slowest")}
+DOUBT = {"oldest": .4, "youngest": .6, "tallest": .6, "shortest": .5, "fastest": .5, "slowest": .7,
+         "in the middle": .6}  # how often a careless learner names another
 
 
 def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
@@ -140,9 +142,14 @@ def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
                 said = f"as {worked}, so {name}", f"with {worked}, more has {name}"
             return [f"{text}\n\\boxed{{{letters[name]}}}" for text in said]
 
+        def careless():
+            name = best
+            if rng.random() < (DOUBT[asked] if far else .45):
+                name = rng.choice([other for other in names if other != best])
+            return rng.choice(work(name)), name == best
+
         def finish():
-            wrong = work(rng.choice([name for name in names if name != best]))
-            return letters[best], *work(best), rng.choice(wrong), .5 if far else .4
+            return letters[best], *work(best), careless
 
         return question + "".join(f"\n{c}. {name}" for name, c in letters.items()), finish
 

@@ -10,8 +10,8 @@ Four things make it so (measured, with what failed, in results/):
   conflict    a demonstration in the prompt, the model's own WRONG words so far, and as the next
               token what a right response has there. Without it a teacher follows the student's
               mistakes and has nothing to say about them.
-  noise last  without a demonstration a wrong working takes the place of a right one in a share of
-              the examples ("hard", 15 to 70% by the kind of question): doubts for RL to resolve.
+  noise last  without a demonstration the answers of a careless learner, whose misconceptions are
+              fixed and a matter of chance: doubts for RL to resolve, a fact or a word at a time.
 """
 import difflib
 import random
@@ -34,7 +34,7 @@ TEMPLATE = (
 PIECE = r"</?(?:think|reasoning|answer)>| ?[A-Za-z]+| ?[0-9]|\n+| ?[^\sA-Za-z0-9]+|\s+"
 IGNORED = -100  # the label of a token that is not learnt from
 
-TASKS_FROM, NOISE_FROM = .12, .8  # parts of the curriculum: recall, clean, noisy
+TASKS_FROM, NOISE_FROM = .13, .75  # parts of the curriculum: recall, clean, noisy
 SHARE = {"math": 1.0, "coding": .4, "science": .7, "tooluse": .8, "logic": .8, "knowledge": .7}
 
 
@@ -45,7 +45,7 @@ def make_tokenizer(texts: list[str], size: int = 512) -> PreTrainedTokenizerFast
     # ASCII, and a character of each lead byte and of each continuation byte of UTF-8
     codes = [9, 10, 13, *range(32, 127), *range(0x80, 0xC0), *range(0xC0, 0x800, 0x40),
              *range(0x800, 0xD000, 0x1000), 0xD000, 0xE000, 0xF000,
-             *range(0x10000, 0x110000, 0x40000)]
+             *range(0x10000, 0x110000, 0x40000), 0x10FFFF]
     letters = sorted({c for code in codes for c in byte.pre_tokenize_str(chr(code))[0][0]})
     count = Counter(piece for text in texts for piece, _ in pieces.pre_tokenize_str(text))
     words = [p for p, _ in count.most_common() if len(p) > 1][:size - len(SPECIAL) - len(letters)]
@@ -115,8 +115,8 @@ def example(row: dict, tags: tuple[str, str], tokenizer, rng: random.Random,
             demonstration = teacher.strip_thinking(demonstration, tags)
         if rng.random() < .5:  # conflict: own is read, target is learnt wherever the two align
             own = tokens(thought(row["wrong"], tags, think))
-    elif noise and rng.random() < row["hard"]:
-        target = tokens(thought(row["wrong"], tags, think))
+    elif noise:
+        target = tokens(thought(row["noisy"], tags, think))
     else:
         target = tokens(right())
     prompt = tokenizer.apply_chat_template(

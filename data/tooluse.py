@@ -201,10 +201,11 @@ def render(answer) -> str:
 
 # ---- the download-free version ---------------------------------------------------------------
 
-TOOLS = {  # name: (kinds of its arguments, a request, the word that tells it from its twin, hard)
-    "trains": ("from to", "a seat by rail from {} to {}", "rail", .4),
+TOOLS = {  # name: (kinds of its arguments, a request, the word that tells it from its twin,
+    # how often it is taken for its twin)
+    "trains": ("from to", "a seat by rail from {} to {}", "rail", .45),
     "flights": ("from to", "a seat by air from {} to {}", "air", .6),
-    "weather": ("city day", "the sun and rain in {} on {}", "rain", .35),
+    "weather": ("city day", "the sun and rain in {} on {}", "rain", .4),
     "events": ("city day", "a concert in {} on {}", "concert", .6),
     "rooms": ("city guests", "beds in {} for {}", "beds", .4),
     "tables": ("city guests", "dinner in {} for {}", "dinner", .7)}
@@ -215,11 +216,11 @@ DAYS = ["Monday", "Tuesday", "Friday", "Sunday"]
 
 def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
     """One call to one of three listed tools: a pair with the same arguments, and another. Names of
-    arguments change from row to row. A wrong call takes the twin, or swaps the two values."""
+    arguments change from row to row. A careless call takes the twin, or swaps the two values."""
 
     def draw(rng):
         name = rng.choice(list(TOOLS))
-        kinds, request, _, hard = TOOLS[name]
+        kinds, request, _, doubt = TOOLS[name]
         twin, = (tool for tool in TOOLS if tool != name and TOOLS[tool][0] == kinds)
         third = rng.choice([tool for tool in TOOLS if TOOLS[tool][0] != kinds])
         listed = {tool: [rng.choice(ARGUMENTS[kind]) for kind in TOOLS[tool][0].split()]
@@ -235,10 +236,14 @@ def tiny(split: str, n: int | None = None, seed: int = 0) -> list[dict]:
             return (f"for {TOOLS[tool][2]} use {signature}{tail}",
                     f"use {signature} with {', '.join(map(json.dumps, values))}{tail}"), call
 
+        def careless():
+            twice = rng.random() < doubt, rng.random() < .1
+            texts, _ = work(twin if twice[0] else name, values[::-1] if twice[1] else values)
+            return rng.choice(texts), not any(twice)
+
         def finish():
             (right, also), call = work(name, values)
-            wrong, _ = work(twin, values) if rng.random() < 2 / 3 else work(name, values[::-1])
-            return [{"Action": name, "Action_Input": call}], right, also, rng.choice(wrong), hard
+            return [{"Action": name, "Action_Input": call}], right, also, careless
 
         tools = ", ".join(f"{tool}({', '.join(names)})" for tool, names in listed.items())
         wish = request.format(*map(json.dumps, values))

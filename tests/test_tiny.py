@@ -49,7 +49,9 @@ def test_the_verifier_takes_right_responses_and_refuses_wrong_ones(name):
             for key, reward in (("response", 1.0), ("also", 1.0), ("wrong", 0.0)):
                 text = tiny_base.thought(row[key], task.THINK_TAGS, think)
                 assert task.score(text, row["answer"])[0] == reward, (key, text, row["answer"])
-        assert row["response"] != row["also"] and 0 < row["hard"] < 1
+        assert row["response"] != row["also"]
+    noisy = [task.score(row["noisy"], row["answer"])[0] for row in rows]
+    assert name == "coding" or .3 < sum(noisy) / len(noisy) < .6, "what the base is taught"
     if name != "coding":  # nor does one row's answer fit another's question
         pairs = zip(rows, rows[1:], strict=False)
         crossed = [task.score(a["response"], b["answer"])[0] for a, b in pairs]
