@@ -31,7 +31,7 @@ def models(tmp_path_factory):
 def record(rewards, answers=None, lengths=None, finished=None):
     n = len(rewards)
     return {"id": 0, "rewards": rewards, "answers": answers or [None] * n,
-            "lengths": lengths or [3] * n, "finished": finished or [True] * n,
+            "gold": 1.0, "lengths": lengths or [3] * n, "finished": finished or [True] * n,
             "responses": [""] * n}
 
 
@@ -162,14 +162,13 @@ def e03(models, tmp_path, monkeypatch, given, expected):
 
 
 def e06(models, tmp_path, monkeypatch, given, expected):
-    """A gold that the loader cannot read never becomes a row: it would only be scored wrong, or,
-    worse, right. (data/ says file and line; tests/test_loaders.py.) All wrong is 0, and answers
-    that could not be read are counted."""
-    records = [record([0] * 4, [None] * 4 if i < given["unreadable_gold"] else list("abcd"))
+    """Rows whose own gold answer is not accepted are counted beside the score, and all wrong is 0.
+    (A gold that cannot be read at all is refused by the loader: tests/test_loaders.py.)"""
+    records = [record([0] * 4, list("abcd")) | {"gold": float(i >= given["unreadable_gold"])}
                for i in range(given["rows"])]
     got = eval.summary(records)
     assert got["mean"] == expected["accuracy"] and got["maj"] == 0
-    assert round((1 - got["frac_answered"]) * given["rows"]) == expected["unreadable"]
+    assert got["unreadable"] == expected["unreadable"]
 
 
 def e09(models, tmp_path, monkeypatch, given, expected):

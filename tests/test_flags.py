@@ -87,7 +87,7 @@ OWN = {
         "demo_cot": ("--demo_cot", "jsd", "--success 0"),
         "loss_cot": ("--loss_cot", "jsd"),
         "mask_ratio": ("--mask_ratio 0.5", "loss weights"),
-        "max_teacher_prompt": ("--max_teacher_prompt 124", "frac_cut", "--max_new 20"),
+        "max_teacher_prompt": ("--max_teacher_prompt 124", "frac_cut", "--feedback always"),
         "ema": ("--ema 0.5", "teacher_age jsd"),
         "restart_every": ("--restart_every 1", "teacher_age jsd"),
         "restart_mix": ("--restart_mix 0.5", "jsd", "--restart_every 1"),

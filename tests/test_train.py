@@ -8,15 +8,22 @@ computes in float32, which alone would limit agreement to 1e-8. GPT-2 needs no p
 import itertools
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import worker
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import checkpoint
+import rollout
+from teacher import Teacher
 
 ROOT = Path(__file__).parents[1]
 ROWS = Path(__file__).parent / "rows" / "cases.jsonl"
@@ -101,6 +108,8 @@ def add_splits(jobs):
         script, model, flags = CONFIGS[config]
         jobs.add(f"{config}-{fault}", script, model, f"{flags} {sgd} --param_dtype float64",
                  sgd=True, f64=True, fault=fault)
+    jobs.add("up-and-down", "train_grpo", "gpt2", "--steps 1 --updates 1 --lr 0.1 --grad_clip 0 "
+             "--eval_every 0 --ref_every 0 --no_std", sgd=True)
     jobs.add("no-context", "train_sdpo", "llama", f"--steps 1 {sgd[10:]}", fault="no context")
     for script, teacher in (("train_grpo", ""), ("train_sdpo", "--ema 0.3")):
         for ranks, shard in ((1, ""), (2, ""), (2, "--fsdp on")):
@@ -217,6 +226,30 @@ def test_the_splits_are_what_they_say(jobs):
         groups = [tuple(step[i:i + 4]) for step in rewards for i in range(0, 16, 4)]
         assert any(0 < sum(group) < 4 for group in groups) and (0.0,) * 4 in groups  # no signal
         assert len({len(ids) for step in steps for ids, _ in step.values()}) > 4  # padding
+        if config.endswith("2"):  # off policy: the second half has seen the first half's update
+            log = jobs.log(f"{config}-f64-whole")
+            assert any(0 < (line["clip_frac"] or 0) < 1 for line in log) or "sdpo" in config
+            assert any(abs((line["is_weight"] or 1) - 1) > 1e-3 for line in log) or "grpo" in config
+
+
+def test_up_and_down(jobs):
+    """L21, L22: at ratio 1 the loss is about 0 while the weights move: what won its group becomes
+    more likely, what lost less."""
+    (line,) = jobs.log("up-and-down")
+    assert abs(line["loss"]) < 0.1 and line["grad_norm"] > 0.01 and line["clip_frac"] == 0
+    (rows,), (prompts,) = (jobs.seen("up-and-down")[k] for k in ("rows", "prompts"))
+    change = {"up": 0.0, "down": 0.0}
+    models = [checkpoint.load_model(path) for path in (
+        jobs.models["gpt2"], jobs.root / "up-and-down" / "ckpt-000001")]
+    asked = {n: rollout.encode(models[0][1], worker.load("x")[i]["messages"]) for n, i in prompts}
+    made = [rollout.Rollout(n, asked[n // 4], ids, None, None, True, "") for n, (ids, _) in
+            rows.items()]
+    before, after = (rollout.logprobs(model, made, 999)[0] for model, _ in models)
+    rewards = torch.tensor([rows[r.row][1] for r in made]).view(-1, 4)
+    advantages = (rewards - rewards.mean(1, keepdim=True)).view(-1)
+    for a, old, new in zip(advantages.tolist(), before, after, strict=True):
+        change["up" if a > 0 else "down"] += (a != 0) * (new - old).sum().item()
+    assert change["up"] > 0.01 and change["down"] < -0.01
 
 
 def test_one_rank_under_fsdp(jobs):
@@ -344,6 +377,75 @@ def test_adam_counts_on(jobs):
     made = {int(value) for name, value in moments.items() if name.endswith("/step")}
     (made,) = made
     assert made == len(jobs.seen("sdpo-whole")["grads"]) > 5
+
+
+def test_what_is_kept(jobs):
+    """All model folders; the trainer states of the last --keep 2 and of the best evaluated step. A
+    folder is transformers' own, also when the run was sharded, with a tied weight in it once."""
+    for run in ("sdpo-whole", "sdpo-fsdp-whole"):
+        out = jobs.root / run
+        assert sorted(int(path.name[5:]) for path in out.glob("ckpt-*")) == [1, 2, 3, 4, 5]
+        best = max((line["eval"] or -1, -line["step"]) for line in jobs.log(run))
+        assert {int(p.parent.name[5:]) for p in out.glob("*/trainer")} == {-best[1], 4, 5}
+        model, told = AutoModelForCausalLM.from_pretrained(out / "ckpt-000005",
+                                                           output_loading_info=True)
+        saved = load_file(out / "ckpt-000005" / "model.safetensors")
+        assert not any(told.values()) and "lm_head.weight" not in saved
+        assert all(torch.equal(p, saved[name]) for name, p in model.named_parameters())
+        config = json.loads((out / "config.json").read_text())
+        assert config["args"]["ema"] == 0.1 and config["versions"]["torch"] == torch.__version__
+
+
+def test_full_disk(jobs, tmp_path, monkeypatch):
+    """R10: an error in the middle of a save leaves student, teacher and the older checkpoint alone,
+    and the next save succeeds."""
+    model, tokenizer = checkpoint.load_model(jobs.models["llama"])
+    teacher, args = Teacher(model, 0.1), SimpleNamespace(out=tmp_path, keep=2)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    sum(p.square().sum() for p in model.parameters()).backward()
+    optimizer.step()
+    teacher.update(model, 1)
+    checkpoint.save(args, 1, model, tokenizer, optimizer, teacher, {})
+    before = [p.clone() for m in (model, teacher.model) for p in m.parameters()]
+    with monkeypatch.context() as patch:
+        def full(*a, **k):
+            raise OSError(28, "No space left on device")
+        patch.setattr(checkpoint, "save_file", full)
+        with pytest.raises(OSError, match="No space left"):
+            checkpoint.save(args, 2, model, tokenizer, optimizer, teacher, {})
+    now = [p for m in (model, teacher.model) for p in m.parameters()]
+    assert all(map(torch.equal, before, now))
+    assert checkpoint.newest(tmp_path).name == "ckpt-000001"
+    checkpoint.save(args, 2, model, tokenizer, optimizer, teacher, {})
+    assert checkpoint.newest(tmp_path).name == "ckpt-000002"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt-000001", "ckpt-000002"]
+
+
+# ---- the shared cases ----------------------------------------------------------------------------
+
+AREAS = {"grpo-loop", "sdpo-teacher", "distributed-resume", "tokenizer-prompt", "eval-report"}
+# cases that no function of their own name tests: where they are, or why they do not apply
+ELSEWHERE = {
+    "S15": "test_a_rank_without_rows", "R01": "test_a_rank_without_rows",
+    "R04": "test_resume[sdpo-2]", "R07": "test_each_row_once_an_epoch", "R08": "test_resume",
+    "R09": "test_adam_counts_on", "R10": "test_full_disk",
+    "S23": "test_flags.py: test_readme_flags", "S24": "test_eval.py: test_watch",
+    "E08": "test_eval.py: test_compare; the stages of a sequence come with continual.py",
+    "E04": "does not apply to a script that makes one run: runs/ repeats it over --seed, and the "
+           "README states mean, spread and n of each result",
+    "E10": "test_eval.py: e02 has the zero of accuracy; the drift of weights comes with drift.py",
+    "R11": "each verifier has a wall limit of seconds and they run side by side; the ranks wait 30 "
+           "minutes for each other (common.setup), which no setting of a run can fall below",
+    "R12": "there is no vLLM engine yet: --rollout vllm is refused (test_flags.py: test_refused)",
+}
+
+
+def test_each_case_has_a_test():
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    named = {name.upper() for name in re.findall(r"^def ([a-z]\d\d)\(", tests, re.M)} | {*ELSEWHERE}
+    assert {case["id"] for case in CASES.values() if case["area"] in AREAS} - named == set()
+    for function in re.findall(r"test_\w+", " ".join(ELSEWHERE.values())):
+        assert f"def {function}(" in tests or (Path(__file__).parent / f"{function}.py").exists()
 
 
 def test_torchrun(jobs):
