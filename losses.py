@@ -29,21 +29,34 @@ def _log_ratio(logprobs: Tensor, old: Tensor, mask: Tensor | None) -> Tensor:
     return logprobs - old
 
 
+def log_softmax(logits: Tensor) -> Tensor:
+    """log p of every token, nats: (..., V) -> (..., V). Of log-probabilities: they themselves."""
+    return logits.log_softmax(-1, dtype=_wide(logits))
+
+
+def at_labels(values: Tensor, labels: Tensor) -> Tensor:
+    """The value at each label: values (..., V), labels (...) long in [0, V) -> (...)."""
+    return values.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
+def entropy(log_p: Tensor) -> Tensor:
+    """- sum_v p log p of log-probabilities, nats, 0 log 0 = 0: (..., V) -> (...). No gradient."""
+    log_p = log_p.detach()
+    return -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)  # 0 * inf is nan
+
+
 def token_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
     """log p(label), nats: logits (..., V), labels (...) long in [0, V) -> (...).
 
     The logits at position t-1 predict token t: the caller shifts, and divides by a temperature.
     """
-    log_p = logits.log_softmax(-1, dtype=_wide(logits))                          # (..., V)
-    return log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)                    # (...)
+    return at_labels(log_softmax(logits), labels)
 
 
 def logprobs_and_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """(token_logprobs, entropy), (...) each, in nats. The entropy has no gradient."""
-    log_p = logits.log_softmax(-1, dtype=_wide(logits))                          # (..., V)
-    logprobs = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)                # (...)
-    entropy = torch.special.entr(log_p.detach().exp()).sum(-1)                   # entr(0) = 0
-    return logprobs, entropy
+    log_p = log_softmax(logits)                                                  # (..., V)
+    return at_labels(log_p, labels), entropy(log_p)
 
 
 # ---- GRPO ----------------------------------------------------------------------------------------
@@ -163,7 +176,7 @@ def _buckets(logits: Tensor, kept: Tensor, tail: bool) -> Tensor:
 
 
 def generalized_jsd(student_logits: Tensor, teacher_logits: Tensor, beta: float = 0.5,
-                    topk: int = 0, tail: bool = True) -> Tensor:
+                    topk: int = 0, tail: bool = True, normalized: bool = False) -> Tensor:
     """D_beta = (1-beta) KL(p_S || M) + beta KL(p_T || M),  M = (1-beta) p_S + beta p_T, in nats.
 
     student_logits, teacher_logits (..., V) -> (...). Gradient through p_S, also inside M; none
@@ -177,7 +190,8 @@ def generalized_jsd(student_logits: Tensor, teacher_logits: Tensor, beta: float 
     and its second has none; at beta 1 the gradient then is not finite either.
 
     topk=K takes the student's K largest tokens; the rest of both becomes one tail bucket (tail), or
-    both are renormalised over the K. 0, or K >= V: full vocabulary, exact.
+    both are renormalised over the K. 0, or K >= V: full vocabulary, exact. normalized: the logits
+    are log-probabilities (log_softmax), and their normaliser need not be computed again.
     """
     if student_logits.shape != teacher_logits.shape:
         raise ValueError(f"logits {tuple(student_logits.shape)} and {tuple(teacher_logits.shape)}")
@@ -189,8 +203,8 @@ def generalized_jsd(student_logits: Tensor, teacher_logits: Tensor, beta: float 
         log_s = _buckets(student_logits.to(dtype), kept, tail)
         log_t = _buckets(teacher_logits.to(dtype), kept, tail)
     else:
-        log_s = student_logits.log_softmax(-1, dtype=dtype)                      # (..., V)
-        log_t = teacher_logits.log_softmax(-1, dtype=dtype)
+        log_s, log_t = (x.to(dtype) if normalized else x.log_softmax(-1, dtype=dtype)
+                        for x in (student_logits, teacher_logits))               # (..., V)
     return _Divergence.apply(log_s, log_t, beta)
 
 

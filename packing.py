@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-CHUNK = 2**25  # logits at a time, c * V: 128 MiB in float32, whatever the vocabulary
+# Logits at a time, c * V. On a CPU 16 MiB in float32: malloc hands larger pieces back to the system
+# after each use, and touching fresh pages takes longer than an exp. A GPU wants more at a time.
+CHUNK = 2**26 if torch.cuda.is_available() else 2**22
 
 
 def compute(model):
@@ -39,38 +41,47 @@ def layout(prompts, responses, pack, device="cpu"):
     (S, L); a boolean mask (S, 1, L, L), or None where it would be the causal one; and index (n,):
     where in the flattened (S * L) positions the prediction of each response token stands.
     """
-    members = {}  # of each packed row: the rows in it
+    members = {}  # of each distinct prompt: its rows
     for i, prompt in enumerate(prompts):
         members.setdefault(tuple(prompt) if pack else i, []).append(i)
-    packed, places = [], {}
-    for s, rows in enumerate(members.values()):
-        ids, size = list(prompts[rows[0]]), len(prompts[rows[0]])
-        positions, segments = list(range(size)), [0] * size
-        for segment, i in enumerate(rows, start=1):
+    shared = len(members) < len(prompts)
+
+    def size(rows):
+        return len(prompts[rows[0]]) + sum(len(responses[i]) - 1 for i in rows)
+
+    width = max(map(size, members.values()))
+    packed, places, segment = [], {}, 0
+    for rows in sorted(members.values(), key=size, reverse=True):
+        # strangers share a row where both fit, so that little of it is padding
+        room = (s for s, row in enumerate(packed) if shared and len(row[0]) + size(rows) <= width)
+        s = next(room, len(packed))
+        packed += [([], [], [], [])] if s == len(packed) else []
+        ids, positions, segments, roots = packed[s]
+        prompt, start = prompts[rows[0]], len(ids)
+        last, root, segment = start + len(prompt) - 1, segment, segment + 1
+        ids += prompt
+        positions += range(len(prompt))
+        segments += [root] * len(prompt)
+        for i in rows:
             # the prompt's last position predicts token 1, that of token t - 1 predicts token t:
             # the last token of a response predicts nothing and is no input
             later = len(responses[i]) - 1
-            places[i] = [(s, size - 1), *((s, p) for p in range(len(ids), len(ids) + later))]
+            places[i] = [(s, last), *((s, p) for p in range(len(ids), len(ids) + later))]
             ids += responses[i][:-1]
-            positions += range(size, size + later)
+            positions += range(len(prompt), len(prompt) + later)
             segments += [segment] * later
-        packed.append((ids, positions, segments))
-    width = max(len(ids) for ids, _, _ in packed)
-    input_ids = torch.zeros(len(packed), width, dtype=torch.long)
-    position_ids = torch.arange(width).repeat(len(packed), 1)  # of padding too: in range, rising
-    segment_ids = torch.full_like(input_ids, -1)  # padding is a segment that nobody else sees
-    for s, (ids, positions, segments) in enumerate(packed):
-        input_ids[s, :len(ids)] = torch.tensor(ids)
-        position_ids[s, :len(ids)] = torch.tensor(positions)
-        segment_ids[s, :len(ids)] = torch.tensor(segments)
+            segment += 1
+        roots += [root] * (len(ids) - start)
+    input_ids, position_ids, segment_ids, root_ids = (
+        torch.tensor([column + [pad] * (width - len(column)) for column in columns], device=device)
+        for columns, pad in zip(zip(*packed, strict=True), (0, 0, -1, -1), strict=True))
     mask = None  # a lone response sees all before it; padding comes behind, so nobody sees it
-    if len(packed) < len(prompts):
-        segment_ids = segment_ids.to(device)
-        query, key = segment_ids[:, :, None], segment_ids[:, None, :]
-        causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-        mask = (causal & ((key == 0) | (key == query)))[:, None]  # (S, 1, L, L)
+    if shared:  # a token sees what came before it of its own segment and of its prompt
+        key = segment_ids[:, None, :]
+        mask = (key == segment_ids[:, :, None]) | (key == root_ids[:, :, None])
+        mask = (mask & mask.new_ones(width, width).tril())[:, None]  # (S, 1, L, L)
     index = torch.tensor([s * width + p for i in range(len(prompts)) for s, p in places[i]])
-    return input_ids.to(device), position_ids.to(device), mask, index.to(device)
+    return input_ids, position_ids, mask, index.to(device)
 
 
 def response_hidden(model, rows, prompts, responses, pack=True):
@@ -143,7 +154,10 @@ class _ChunkedLoss(torch.autograd.Function):
             total += loss.detach()
             grad_hidden[at] = (grad if weight is None else grad @ weight.to(grad.dtype)).to(h.dtype)
             if weight is not None:
-                grads[0] += grad.T @ h.to(grad.dtype)
+                if grad.dtype == total.dtype:
+                    grads[0].addmm_(grad.T, h.to(grad.dtype))  # no (V, D) tensor beside it
+                else:
+                    grads[0] += grad.T @ h.to(grad.dtype)
             if bias is not None:
                 grads[1] += grad.sum(0)
         ctx.save_for_backward(grad_hidden, *grads)

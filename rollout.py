@@ -91,8 +91,7 @@ def pick(logits, uniform, temperature=1.0, top_p=1.0):
         cdf = probs.double().cumsum(-1)  # in float32 a sum over 150,000 would lose the small ones
         token = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)[:, 0]
         token = token.clamp(max=logits.shape[-1] - 1)  # NaN: beyond all; `sample` names the row
-    entropy = torch.special.entr(probs).sum(-1)
-    return token, logprobs.gather(-1, token[:, None])[:, 0], entropy
+    return token, losses.at_labels(logprobs, token), losses.entropy(logprobs)
 
 
 class Growing(DynamicLayer):

@@ -193,14 +193,15 @@ def main(args):
                         teacher.model, micro, seen, responses, pack)[keep]
 
                 def token_loss(logits, at):  # (c, V) of the tokens `at`, (c,) -> (c,)
+                    student = losses.log_softmax(logits)  # (c, V)
                     with torch.no_grad():
-                        teacher_logits = packing.head(teacher.model, told[at])  # (c, V)
-                        _, entropy = losses.logprobs_and_entropy(teacher_logits, label[at])
-                        ratio = losses.importance_weight(
-                            losses.token_logprobs(logits, label[at]), old[at], args.is_clip)
+                        taught = losses.log_softmax(packing.head(teacher.model, told[at]))  # (c, V)
+                    ratio = losses.importance_weight(
+                        losses.at_labels(student, label[at]), old[at], args.is_clip)
                     jsd = losses.generalized_jsd(
-                        logits, teacher_logits, args.beta, args.topk, args.tail)
-                    common.tally(sums, jsd=jsd, is_weight=ratio, teacher_entropy=entropy)
+                        student, taught, args.beta, args.topk, args.tail, normalized=True)
+                    common.tally(sums, jsd=jsd, is_weight=ratio,
+                                 teacher_entropy=losses.entropy(taught))
                     return ratio * jsd * weight[at]
                 # ==== end ====
                 loss = packing.head_loss(model, hidden, token_loss) / total
