@@ -137,7 +137,7 @@ def parameter_drift(base, models, rank=0, mask_frac=0.05, exact=EXACT, device="c
     names, records = [base, *models], []
     weights = [read_weights(name) for name in names]
     for name, other in zip(names, weights, strict=True):
-        for key in weights[0].keys() ^ other.keys():
+        for key in sorted(weights[0].keys() ^ other.keys()):
             common.fail(f"--model {name}: {key} is in one of it and {base} alone")
     for key in weights[0]:
         w0, *others = read = [other[key]().to(device) for other in weights]
@@ -332,8 +332,8 @@ def main(args):
             columns = {**excess(kl, right, right0), "log_ratio": ratio.mean(1),
                        "similarity": torch.where((x == y).all(-1), 1.0, same(x, y, -1)),
                        "similarity_base": same(y, y.roll(1, 1), -1),  # of two of its own answers
-                       "frac_truncated": torch.tensor([float(not r.finished) for r in rollouts]
-                                                      ).view(shape).mean(1)}
+                       "frac_truncated": 1 - torch.tensor(
+                           [r.finished for r in rollouts]).view(shape).double().mean(1)}
             result["responses"][model_name][name] = {
                 key: spread(v.view(len(rows), -1).mean(1).tolist()) for key, v in columns.items()}
             records += [{"model": model_name, "prompts": name, "id": row["id"],
