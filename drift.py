@@ -36,8 +36,6 @@ import packing
 import rollout
 
 EXACT = 768  # a smaller side from which singular vectors come from the Gram matrix
-METRICS = ("nss", "rotation", "pm_overlap", "pm_update", "pm_update_chance", "density",
-           "relative_change", "gap", "seconds")
 
 
 # ---- weights -------------------------------------------------------------------------------------
@@ -52,8 +50,8 @@ def read_weights(name):
     try:
         if not path.is_dir():
             from huggingface_hub import snapshot_download
-            path = Path(snapshot_download(str(name), allow_patterns="*.safetensors"))
-        files = [safe_open(file, "pt") for file in sorted(path.glob("*.safetensors"))]
+            path = Path(snapshot_download(str(name), allow_patterns="model*.safetensors"))
+        files = [safe_open(file, "pt") for file in sorted(path.glob("model*.safetensors"))]
     except (OSError, ValueError, SafetensorError) as error:
         common.fail(f"--model {name}: {str(error).strip().splitlines()[0]}")
     found = {m[1]: lambda f=file, k=key: f.get_tensor(k)
@@ -112,7 +110,8 @@ def compare(before, after):
 def matrix_drift(w0, others, rank=0, mask_frac=0.05, exact=EXACT):
     """Drift from w0 (m, n) to the same matrix of each checkpoint: a list of dicts. rank 0 is
     min(64, d/4), d the smaller side (I). gap is s_r / s_{r+1} of the base: near 1 the leading
-    subspace, and so its rotation, means little. What is not finite is None."""
+    subspace, and so its rotation, means little. What is not finite is None. `seconds` of the first
+    have the base's in them."""
     began, w0, side, out = time.perf_counter(), w0.double(), min(w0.shape), []
     rank = min(rank or max(1, min(64, side // 4)), side)
     s0, _, mask = base = principal(w0, rank, mask_frac, exact)
@@ -124,10 +123,9 @@ def matrix_drift(w0, others, rank=0, mask_frac=0.05, exact=EXACT):
         values = {**compare(base, after), "pm_update": iou(mask, changed), "density": c,
                   "pm_update_chance": 100 * m * c / (m + c - m * c), "gap": gap,
                   "relative_change": ((wk - w0).norm() / w0.norm()).item()}
+        values["seconds"], began = time.perf_counter() - began, time.perf_counter()
         out.append({**{k: v if math.isfinite(v) else None for k, v in values.items()},
-                    "shape": list(w0.shape), "rank": rank, "gram": side >= exact,
-                    "seconds": time.perf_counter() - began})  # the first one's with the base's
-        began = time.perf_counter()
+                    "shape": list(w0.shape), "rank": rank, "gram": side >= exact})
     return out
 
 
@@ -239,10 +237,10 @@ def spread(values, draws=2000):
     if not len(x):
         return None
     pick = torch.randint(len(x), (draws, len(x)), generator=torch.Generator().manual_seed(0))
-    means, at = x[pick].mean(1), dict(p10=(x, 0.1), p90=(x, 0.9))
-    at |= dict(low=(means, 0.025), high=(means, 0.975))
+    means = x[pick].mean(1)
+    ends = [v.quantile(q).item() for v, q in ((x, 0.1), (x, 0.9), (means, 0.025), (means, 0.975))]
     return {"n": len(x), "mean": x.mean().item(), "se": means.std().item(),
-            **{key: v.quantile(q).item() for key, (v, q) in at.items()}}
+            **dict(zip(("p10", "p90", "low", "high"), ends, strict=True))}
 
 
 # ---- the script ----------------------------------------------------------------------------------
@@ -271,11 +269,10 @@ def get_args(argv=None):
     if args.embedder and not importlib.util.find_spec("sentence_transformers"):
         parser.error("--embedder: needs the package sentence-transformers, which is not installed")
     known = [*data.BENCHMARKS, *(name for name, task in data.TASKS.items() if task.TRAIN)]
-    args.prompts = [x for x in known if x.startswith("tiny_")] if args.prompts == "tiny" else [
-        x for x in args.prompts.split(",") if x]
-    for name in args.prompts:
-        if name not in known:
-            parser.error(f"--prompts {name}: must be of {', '.join(known)}")
+    tiny, given = [x for x in known if x.startswith("tiny_")], args.prompts.split(",")
+    args.prompts = tiny if given == ["tiny"] else [x for x in given if x]
+    for name in {*args.prompts} - {*known}:
+        parser.error(f"--prompts {name}: must be of {', '.join(known)}")
     return args
 
 
@@ -294,11 +291,11 @@ def main(args):
     device, models, before = common.setup(args), list(dict.fromkeys(args.model)), {}
     records = parameter_drift(args.base, models, args.rank, args.mask_frac, device=device)
     result = {**common.describe(args), "weights": {}, "responses": {name: {} for name in models}}
-    for name in models:
-        own = [r for r in records if r["model"] == name]
-        result["weights"][name] = {
-            kind: {key: spread([r[key] for r in own if kind in ("all", r["type"])])
-                   for key in METRICS} for kind in ("all", *dict.fromkeys(r["type"] for r in own))}
+    for name, kind in dict.fromkeys((r["model"], t) for r in records for t in ("all", r["type"])):
+        own = [r for r in records if r["model"] == name and kind in ("all", r["type"])]
+        result["weights"].setdefault(name, {})[kind] = {
+            key: spread([r[key] for r in own]) for key in own[0]
+            if key not in ("model", "matrix", "type", "shape", "rank", "gram")}
     if gram := [(math.prod(r["shape"]), r["matrix"], r["rank"]) for r in records if r["gram"]]:
         _, key, rank = min(gram)  # the smallest: there the exact route is affordable
         w = read_weights(args.base)[key]().to(device).double()
@@ -343,10 +340,8 @@ def main(args):
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in records))
     out.write_text(json.dumps(result, indent=1) + "\n")
-    tables = ({"weights": result["weights"][name]["all"], **result["responses"][name]}
-              for name in models)
-    for name, table in zip(models, tables, strict=True):
-        for part, row in table.items():
+    for name, answered in result["responses"].items():
+        for part, row in {"weights": result["weights"][name]["all"], **answered}.items():
             print(name, part, *(f"{key} {s['mean']:.3g}" for key, s in row.items() if s), sep="  ")
     return result
 
