@@ -29,7 +29,7 @@ from torch.distributed.fsdp import (
 from tqdm import tqdm
 
 ROOT = Path(__file__).parent
-TINY = dict(model="tiny", data="tiny", prompts=8, group=8, max_prompt=160, max_new=64, steps=60,
+TINY = dict(model="tiny", data="tiny", prompts=16, group=8, max_prompt=160, max_new=64, steps=60,
             warmup=5, max_teacher_prompt=320, eval_every=20, save_every=30)  # what --tiny sets
 ON_OFF = argparse.BooleanOptionalAction  # a flag that is on, and --no-flag
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}

@@ -30,7 +30,7 @@ import rollout
 import teacher as teaching
 
 # ==== the algorithm's own: flags, conditions on them, what a row learns from ====
-TINY = dict(lr=3e-4)  # set by --tiny, beside common.TINY
+TINY = dict(lr=1e-4)  # set by --tiny, beside common.TINY
 
 
 def add_args(parser):
