@@ -90,7 +90,7 @@ def oracle_advantages(rewards, size, std):
     return out
 
 
-# ---- strategies: rows of logits, -inf among them ---------------------------------------------------
+# ---- strategies: rows of logits, -inf among them -------------------------------------------------
 
 LOGIT = st.floats(-40, 40, width=32).map(lambda x: round(x, 3))
 MASKED = st.one_of(LOGIT, LOGIT, LOGIT, st.just(-INF))
@@ -136,7 +136,7 @@ def test_jsd_is_finite_whatever_the_supports(pair, beta, topk, tail, dtype):
     value.backward()
     assert value.isfinite() and s.grad.isfinite().all()
     assert abs(s.grad.sum().item()) < 1e-5                       # a shift of all logits is nothing
-    renormalised_away = not tail and 0 < topk < len(pair[0])     # the teacher may have no mass there
+    renormalised_away = not tail and 0 < topk < len(pair[0])  # the teacher may have no mass there
     if not renormalised_away:
         want = oracle_jsd(*pair, beta, topk, tail)
         assert value.item() == pytest.approx(want, rel=2e-5, abs=2e-6)
@@ -151,13 +151,13 @@ def test_jsd_bounds_symmetry_and_coarsening(pair):
     assert d == pytest.approx(L.generalized_jsd(t, s).item(), abs=1e-12)
     for beta in BETAS:
         assert L.generalized_jsd(s, s, beta).item() == 0
-    for dtype in (F64, torch.float32):                # merging tokens into a tail cannot add distance
+    for dtype in (F64, torch.float32):  # merging tokens into a tail cannot add distance
         top = L.generalized_jsd(s.to(dtype), t.to(dtype), topk=1).item()
         assert -1e-12 <= top <= d + 1e-6
     v = len(pair[0])
     for k in (v, v + 3):
         assert L.generalized_jsd(s, t, topk=k).item() == d
-    last = L.generalized_jsd(s, t, topk=v - 1, tail=True).item()  # a tail of one token is that token
+    last = L.generalized_jsd(s, t, topk=v - 1, tail=True).item()  # a tail of one token is it
     assert last == pytest.approx(d, abs=1e-12)
 
 
@@ -214,7 +214,7 @@ def test_end_points_are_infinite_only_where_the_definition_is():
     assert L.generalized_jsd(both, one, 1, topk=2).item() == INF
     same = tensor([0.0, 2.0, -INF])
     wide = tensor([1.0, 2.0, 0.5], grad=True)
-    value = L.generalized_jsd(wide, same, 0)                      # KL(T || S): T's support inside S's
+    value = L.generalized_jsd(wide, same, 0)  # KL(T || S): T's support inside S's
     value.backward()
     assert value.item() == pytest.approx(oracle_jsd([1.0, 2.0, 0.5], [0.0, 2.0, -INF], 0))
     assert wide.grad.isfinite().all()
@@ -451,7 +451,8 @@ def test_inputs_are_never_modified():
             L.generalized_jsd(s, t, beta, topk, tail)
     L.logprobs_and_entropy(s, labels), L.group_advantages(r, 2), L.kl_k3(lp, old, mask)
     L.policy_gradient_loss(lp, old, a, mask), L.clipped_tokens(lp, old, a, mask)
-    L.importance_weight(lp, old, 2.0, mask), L.token_mean(lp, mask), L.aggregate_weights(mask, "seq")
+    L.importance_weight(lp, old, 2.0, mask), L.token_mean(lp, mask)
+    L.aggregate_weights(mask, "seq")
     assert all(torch.equal(x, y) for x, y in zip(inputs, before))
 
 
@@ -587,7 +588,8 @@ def s07(given, expected):
 
 def s08(given, expected):
     t, s = (tensor(given[k], torch.float32).log() for k in "TS")
-    assert L.generalized_jsd(s, t, given["beta"]).item() == pytest.approx(expected["loss"], abs=1e-4)
+    loss = L.generalized_jsd(s, t, given["beta"]).item()
+    assert loss == pytest.approx(expected["loss"], abs=1e-4)
 
 
 def s12(given, expected):
@@ -668,7 +670,7 @@ def test_trl_divergences_agree(trl, beta):
 
 def test_trl_divergences_differ_where_the_tail_is_small(trl):
     """TRL's tail is 1 minus the top-K sum, with that sum held below 1 - 1e-7: once the head is that
-    sure the tail is the constant 1e-7 and its gradient 0. Ours is a logsumexp of what is outside."""
+    sure the tail is the constant 1e-7, its gradient 0. Ours is a logsumexp of what is outside."""
     s, t = [20.0, 0.0, -1.0, -2.0], [0.0, 1.0, -1.0, 2.0]
     want = oracle_grad(lambda row: oracle_jsd(row, t, 0.0, 1), s)
     x, y = tensor(s, torch.float32), tensor(t, torch.float32)
@@ -686,7 +688,8 @@ def test_trl_divergences_differ_with_minus_inf_and_in_bf16(trl):
     mine = L.generalized_jsd(s, t).item()
     assert theirs.isnan() and mine == pytest.approx(oracle_jsd([1.0, 0.5], [0.2, 0.5]), abs=1e-6)
     s, t = random_logits(dtype=torch.bfloat16)
-    want = tensor([[oracle_jsd(a, b) for a, b in zip(x, y)] for x, y in zip(s.tolist(), t.tolist())])
+    want = tensor([[oracle_jsd(a, b) for a, b in zip(x, y)]
+                   for x, y in zip(s.tolist(), t.tolist())])
     theirs = trl.sdpo.compute_full_logit_self_distillation_loss(s, t, distillation_alpha=0.5)
     assert (L.generalized_jsd(s, t) - want).abs().max() < 1e-6
     assert (theirs - want).abs().max() > 1e-4

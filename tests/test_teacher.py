@@ -122,7 +122,7 @@ def test_bf16_student_has_a_float32_average():
         with torch.no_grad():
             for p in low.parameters():
                 p += 0.004 * torch.randn_like(p)
-        for teacher in teachers:                                  # the twin: same values, wider type
+        for teacher in teachers:  # the twin: same values, wider type
             high.load_state_dict(low.state_dict())
             if step == 1:
                 teacher.model.load_state_dict(low.state_dict())
@@ -319,12 +319,12 @@ STRIPS = [  # text, opened, what is left
     ("<think>long</think>Answer 4", False, "Answer 4"),
     ("Before. <think>a</think>Mid <think>b</think> after", False, "Before. Mid  after"),
     ("lost its opening</think>Answer 4", False, "Answer 4"),
-    ("<think>a</think>x</think>Answer", False, "Answer"),         # a lone closing tag: all before it
+    ("<think>a</think>x</think>Answer", False, "Answer"),  # a lone closing tag: all before it
     ("<think>long Answer 4", False, ""),
     ("Answer 4 <think>and on and on", False, ""),                 # unclosed: nothing to distil
     ("<think>only</think>", False, ""),
     ("reasoning</think>\n\nAnswer 4", True, "Answer 4"),
-    ("Answer 4", True, ""),                                       # opened by the prompt, never closed
+    ("Answer 4", True, ""),  # opened by the prompt, never closed
     ("<think>again</think>Answer", True, "Answer"),
     ("", False, ""),
 ]
@@ -424,7 +424,7 @@ def s03(given, expected):
         teacher.update(student, step)
         naive.lerp_(student.weight.data.view(()), given["rate"])
     assert number(teacher.model) == pytest.approx(expected["teacher_fp32"], abs=1e-5)
-    assert naive.item() == expected["pure_bf16_gives"]            # the fault is real on this machine
+    assert naive.item() == expected["pure_bf16_gives"]  # the fault is real on this machine
 
 
 def s04(given, expected):
