@@ -95,27 +95,24 @@ def pick(logits, uniform, temperature=1.0, top_p=1.0):
 
 
 class Growing(DynamicLayer):
-    """A layer's cache of the tokens that R rows have sampled, in a buffer (R, KV, capacity, d) that
-    doubles when it is full. (DynamicLayer copies all it holds for every token.)"""
+    """A layer's cache of the tokens that R rows have sampled, in a buffer (2, R, KV, capacity, d)
+    that doubles when it is full. (DynamicLayer copies all it holds for every token.)"""
 
     def update(self, keys, values, *args, **kwargs):
-        n = self.get_seq_length()
-        if not n or n == self.buffers[0].shape[2]:
-            super().update(*(keys.new_empty(*keys.shape[:2], max(n, 32), keys.shape[3]),) * 2)
-            self.buffers = self.keys, self.values
-        for buffer, new in zip(self.buffers, (keys, values), strict=True):
-            buffer[:, :, n:n + 1] = new
-        self.keys, self.values = (buffer[:, :, :n + 1] for buffer in self.buffers)
+        n, new = self.get_seq_length(), torch.stack([keys, values])  # (2, R, KV, 1, d)
+        self.buffer = self.buffer if n else new[:, :, :, :0]
+        if n == self.buffer.shape[3]:
+            more = new.expand(-1, -1, -1, max(n, 32), -1)
+            self.buffer, self.is_initialized = torch.cat([self.buffer, more], 3), True
+        self.buffer[:, :, :, n:n + 1] = new
+        self.keys, self.values = self.buffer[:, :, :, :n + 1]
         return self.keys, self.values
 
     def batch_select_indices(self, going):
-        n = self.get_seq_length()
-        if n == 0:
-            return
-        for buffer in self.buffers:  # the rows that stay move up
-            buffer[:len(going), :, :n] = buffer[going, :, :n]
-        self.buffers = [buffer[:len(going)] for buffer in self.buffers]
-        self.keys, self.values = (buffer[:, :, :n] for buffer in self.buffers)
+        if n := self.get_seq_length():  # the rows that stay move up
+            self.buffer[:, :len(going), :, :n] = self.buffer[:, going, :, :n]
+            self.buffer = self.buffer[:, :len(going)]
+            self.keys, self.values = self.buffer[:, :, :, :n]
 
 
 class SharedPrompts:
@@ -200,8 +197,9 @@ def _sample_batch(model, prompts, uniforms, stop, temperature, top_p):
             model.config._attn_implementation = usual
 
     logits = forward(ids, position).repeat_interleave(group, 0)  # a prompt is read once
-    if model.can_pack and model._supports_attention_backend and (
-            all(type(layer) is DynamicLayer for layer in cache.layers)):
+    if model.can_pack and model._supports_attention_backend and all(
+            type(layer) is DynamicLayer and layer.keys.shape == layer.values.shape
+            for layer in cache.layers):
         shared = SharedPrompts(cache.layers, mask, group)
         cache.layers = [Growing() for _ in cache.layers]
     else:
