@@ -68,11 +68,10 @@ def save(args, step, model, tokenizer, optimizer, teacher, state):
     The newest args.keep of the trainer/ folders stay, and that of state["best_step"]."""
     out = Path(args.out)
     folder, aside = out / f"ckpt-{step:06d}", out / f".ckpt-{step:06d}.part"
-    weights = {name: whole(tensor) for name, tensor in _kept(model).items()}
-    moments = {name: whole(tensor) for name, tensor in _moments(model, optimizer).items()}
+    weights = _wholes(_kept(model))
+    moments = _wholes(_moments(model, optimizer))
     moved = teacher is not None and teacher.last_changed > 0  # else it is still that of the start
-    average = _kept(teacher.model) if moved else {}
-    average = {name: whole(tensor) for name, tensor in average.items()}
+    average = _wholes(_kept(teacher.model)) if moved else {}
     if rank() == 0:
         shutil.rmtree(aside, ignore_errors=True)
         (aside / "trainer").mkdir(parents=True)
@@ -102,6 +101,12 @@ def whole(tensor):
     """A tensor, or all of an FSDP shard's (every rank asks at once), on the CPU."""
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return tensor.detach().cpu().contiguous()
+
+
+def _wholes(tensors):
+    """Whole tensors by name on rank 0, which writes; nothing on the others, to spare memory."""
+    wholes = ((name, whole(tensor)) for name, tensor in tensors.items())
+    return {name: tensor for name, tensor in wholes if rank() == 0}
 
 
 def _kept(model):

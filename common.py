@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).parent
 TINY = dict(model="tiny", data="tiny", prompts=16, group=8, max_prompt=160, max_new=64, steps=60,
-            warmup=5, max_teacher_prompt=320, eval_every=20, save_every=30)  # what --tiny sets
+            warmup=5, max_teacher_prompt=320, eval_every=20, save_every=20)  # what --tiny sets
 ON_OFF = argparse.BooleanOptionalAction  # a flag that is on, and --no-flag
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 # what may change when a run is resumed: how far and how fast it goes, never what it computes
@@ -121,7 +121,7 @@ def add_run_args(parser, lr, updates):
     add("--rollout", default="auto", choices=["auto", "hf"], help="sampling engine")
     add("--tokens_per_micro", type=count, default=16384, help="tokens in one forward pass")
     add("--no_pack", action="store_true", help="the plain path: siblings share no prompt")
-    add("--checkpoint_activations", action="store_true", help="recompute them in backward")
+    add("--checkpoint_activations", action="store_true", help="recompute them (sharded: always)")
     add = parser.add_argument_group("run folder").add_argument
     add("--out", help="log, samples, checkpoints (default: runs/SCRIPT-TASK-DATE)")
     add("--resume", metavar="DIR", help="go on with the run in DIR, from its newest checkpoint")
@@ -167,6 +167,8 @@ def parse(parser, argv, tiny, check):
         if getattr(args, name) != old[name]:
             parser.error(f"--{name} {getattr(args, name)}: the run in {args.resume} was started "
                          f"with {old[name]}; start a new run, or leave the flag out")
+    if not args.resume and args.out and Path(args.out, "log.jsonl").exists():
+        parser.error(f"--out {args.out}: holds a run already; --resume it, or name another folder")
     args.out = args.resume or args.out or (
         f"runs/{Path(parser.prog).stem}-{args.task}-{datetime.datetime.now():%m%d-%H%M%S}")
     return args
@@ -190,7 +192,7 @@ def setup(args):
         torch.cuda.set_device(device)
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
-                                timeout=datetime.timedelta(minutes=30))
+                                timeout=datetime.timedelta(hours=4))  # ranks sample apart
     torch.manual_seed(args.seed)
     return device
 
@@ -216,19 +218,20 @@ def gather(items):
 def distribute(model, args, device, train=True):
     """Move a model to its device, say how it computes, and shard it where --fsdp asks for that.
 
-    auto shards where copies (weights, gradients, two moments, teacher) would fill 60% of a GPU.
+    auto shards where weights, gradients, two moments, teacher and reference would fill 40% of it:
+    activations and the key-value cache need the rest. A sharded model recomputes its activations.
     """
     model, compute = model.to(device), DTYPES.get(args.dtype)
     if args.dtype == "auto":
         compute = torch.bfloat16 if device.type == "cuda" else model.dtype
     model.compute_dtype = compute if compute != model.dtype else None  # read by packing.compute
-    if train and args.checkpoint_activations:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()  # transformers recomputes in train mode alone; there is no dropout
     shard = args.fsdp == "on"
     if args.fsdp == "auto" and world() > 1 and device.type == "cuda":
         room = torch.cuda.get_device_properties(device).total_memory
-        shard = 5 * sum(p.numel() * p.element_size() for p in model.parameters()) > 0.6 * room
+        shard = 6 * sum(p.numel() * p.element_size() for p in model.parameters()) > 0.4 * room
+    if train and (args.checkpoint_activations or shard):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()  # transformers recomputes in train mode alone; there is no dropout
     if shard:
         mesh = dist.device_mesh.init_device_mesh(device.type, (world(),))
         policy = MixedPrecisionPolicy(model.compute_dtype, torch.float32)
@@ -307,8 +310,9 @@ def tally(sums, **values):
 
 
 def log_line(args, step, sums, norms, clock, sampled, teacher):
-    """The numbers of a step, the same on every rank. norms: of its optimizer steps; clock: its
-    start, end of sampling, end of training; sampled: response tokens of this rank."""
+    """The numbers of a step, over all ranks; seconds and memory are this rank's. norms: of its
+    optimizer steps; clock: its start, end of sampling, end of training; sampled: response tokens
+    of this rank."""
     made = [n for n in norms if n is not None]
     sums["loss"][1] = len(made) / world()  # each rank's share of as many means
     values = all_sum([x for name in MEANS for x in sums[name]] + [sampled])

@@ -85,7 +85,8 @@ def policy_gradient_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Ten
     """-min(rho A, clip(rho, 1-eps_low, 1+eps_high) A) per token; 0, also in gradient, off the mask.
 
     logprobs, old_logprobs, mask (B, T), advantages (B,) -> (B, T). At rho = 1 the values are -A,
-    about 0 in sum, while the gradient -A grad logp is not: a printed loss near 0 says nothing.
+    whose sum over a group is 0 where lengths are equal, while the gradient -A grad logp is not: a
+    printed loss near 0 says nothing.
     Rows with A = 0 are excluded like padding (their rho may overflow, and 0 * inf is nan).
     """
     a = advantages.detach().unsqueeze(1)                                         # (B, 1)

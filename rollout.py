@@ -229,17 +229,17 @@ def _sample_batch(model, prompts, uniforms, stop, temperature, top_p):
 
 
 def sample(model, tokenizer, prompts, numbers, group, max_new, key, temperature=1.0, top_p=1.0,
-           tokens_at_once=2**18):
+           tokens_at_once=2**19):
     """Sample `group` responses to each prompt: Rollouts in the prompts' order, siblings adjacent.
 
     prompts: lists of token ids; numbers: their places in the global batch, of which a rank has
     some; key: what the random numbers depend on beside the row, say (seed, step). tokens_at_once
-    bounds the key-value cache, rows x (prompt + max_new).
+    bounds the key-value cache, prompts x (prompt + G x max_new).
     """
     stop, done = stop_ids(model, tokenizer), {}
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))  # so that few are padded
     while order:
-        room = max(1, tokens_at_once // (group * (len(prompts[order[0]]) + max_new)))
+        room = max(1, tokens_at_once // (len(prompts[order[0]]) + group * max_new))
         chosen, order = order[:room], order[room:]
         rows = [numbers[i] * group + g for i in chosen for g in range(group)]
         uniforms = torch.stack([torch.rand(max_new, dtype=torch.float64, generator=keyed_generator(

@@ -69,7 +69,7 @@ def main(args):
     teacher = None
     reference = teaching.Teacher(model) if args.kl_coef or args.ref_every else None  # frozen
     # ==== end ====
-    for copy in {teacher, reference} - {None}:
+    for copy in dict.fromkeys(copy for copy in (teacher, reference) if copy):
         copy.model = common.distribute(copy.model, args, device, train=False)
     model = common.distribute(model, args, device)
     optimizer = common.make_optimizer(model, args)
@@ -119,19 +119,19 @@ def main(args):
                 # ==== the algorithm's own: the loss of a token ====
                 if args.kl_coef:
                     with torch.no_grad():
-                        base = packing.response_hidden(
+                        base_hidden = packing.response_hidden(
                             reference.model, micro, prompts, responses, pack)[keep]
 
                 def token_loss(logits, at):  # (c, V) of the tokens `at`, (c,) -> (c,)
                     logprobs = losses.token_logprobs(logits, label[at])
-                    ratio = (logprobs[:, None], old[at, None], advantages.to(device)[row[at]],
+                    given = (logprobs[:, None], old[at, None], advantages.to(device)[row[at]],
                              torch.ones_like(old[at, None]), args.eps_low, args.eps_high)
-                    loss = losses.policy_gradient_loss(*ratio)[:, 0]  # a row is one token here
-                    common.tally(sums, clip_frac=losses.clipped_tokens(*ratio))
+                    loss = losses.policy_gradient_loss(*given)[:, 0]  # a row is one token here
+                    common.tally(sums, clip_frac=losses.clipped_tokens(*given))
                     if args.kl_coef:
                         with torch.no_grad():
                             base_logprobs = losses.token_logprobs(
-                                packing.head(reference.model, base[at]), label[at])
+                                packing.head(reference.model, base_hidden[at]), label[at])
                         loss = loss + args.kl_coef * losses.kl_k3(logprobs, base_logprobs)
                     return loss * weight[at]
                 # ==== end ====

@@ -6,6 +6,7 @@ token of its own response the student is pulled towards the teacher's distributi
 
     loss = sum_t w_t D_beta(p_S(.|x, y_<t) || p_T(.|x, demonstration, y_<t)) / distilled tokens
     D_beta = (1-beta) KL(p_S || M) + beta KL(p_T || M),     M = (1-beta) p_S + beta p_T
+    w_t = min(p_S(y_t|x, y_<t) / p_old(y_t|x, y_<t), --is_clip), without gradient
 
 The teacher is frozen (SDPO_0, the default), a moving average of the student (--ema 0.05: SDPO_5%)
 or refreshed now and then (--restart_every 10: StableSDPO). Sources: arXiv:2601.20802 (SDPO),
@@ -88,7 +89,7 @@ def check(args, error):
 def targets(args, task, tokenizer, batch, rollouts, rewards, feedback, step):
     """What each response is distilled from: the teacher's prompts, as token ids, or None for a row
     that is no target; the tokens to distil, (T,) bool; and which of the prompts had to be cut."""
-    tags, seen, masks, cuts = task.THINK_TAGS, [], [], []
+    tags, teacher_prompts, masks, cuts = task.THINK_TAGS, [], [], []
     special = [token for token in tokenizer.all_special_tokens if token not in tags]
     for g, (number, row) in enumerate(batch):
         first, opened, encoded = g * args.group, bool(row["opened"]), {}
@@ -111,10 +112,10 @@ def targets(args, task, tokenizer, batch, rollouts, rewards, feedback, step):
                 keep &= torch.tensor(teaching.think_mask(pieces, tags, opened))
             drawn = rollout.keyed_generator("mask", args.seed, step, r.row)
             keep &= losses.random_keep(len(keep), args.mask_ratio, drawn)
-            seen.append(prompt)
+            teacher_prompts.append(prompt)
             masks.append(keep)
             cuts += [] if cut is None else [cut]
-    return seen, masks, cuts
+    return teacher_prompts, masks, cuts
 # ==== end ====
 
 
@@ -138,8 +139,9 @@ def main(args):
     if args.teacher_init:
         start, _ = checkpoint.load_model(args.teacher_init)
         teaching.mix_checkpoint(teacher.model, start, args.teacher_init_mix)
+        del start
     # ==== end ====
-    for copy in {teacher, reference} - {None}:
+    for copy in dict.fromkeys(copy for copy in (teacher, reference) if copy):
         copy.model = common.distribute(copy.model, args, device, train=False)
     model = common.distribute(model, args, device)
     optimizer = common.make_optimizer(model, args)
@@ -165,12 +167,13 @@ def main(args):
         clock.append(time.perf_counter())
 
         # ==== the algorithm's own: which tokens of which rows are learnt from ====
-        seen, masks, cuts = targets(
+        teacher_prompts, masks, cuts = targets(
             args, task, tokenizer, batch, rollouts, rewards, feedback, step)
         learns = [bool(mask.any()) for mask in masks]  # rows with a gradient
-        passes = [prompts, seen]  # the prompts of each forward pass: the student's, the teacher's
+        passes = [prompts, teacher_prompts]  # the prompts of each forward pass
         common.tally(sums, frac_distilled=learns, frac_cut=cuts)
-        if args.cot and step == 1 and not sums["frac_think"][0]:
+        opened = any(row["opened"] for _, row in batch)
+        if args.cot and step == 1 and not opened and not sums["frac_think"][0]:
             log.warn(f"--cot: no response of step 1 holds {task.THINK_TAGS[0]}; it changes nothing")
         # ==== end ====
 
@@ -189,13 +192,14 @@ def main(args):
                 hidden = packing.response_hidden(model, micro, prompts, responses, pack)[keep]
                 # ==== the algorithm's own: the loss of a token ====
                 with torch.no_grad():
-                    told = packing.response_hidden(
-                        teacher.model, micro, seen, responses, pack)[keep]
+                    teacher_hidden = packing.response_hidden(
+                        teacher.model, micro, teacher_prompts, responses, pack)[keep]
 
                 def token_loss(logits, at):  # (c, V) of the tokens `at`, (c,) -> (c,)
                     student = losses.log_softmax(logits)  # (c, V)
                     with torch.no_grad():
-                        taught = losses.log_softmax(packing.head(teacher.model, told[at]))  # (c, V)
+                        taught = losses.log_softmax(
+                            packing.head(teacher.model, teacher_hidden[at]))  # (c, V)
                     ratio = losses.importance_weight(
                         losses.at_labels(student, label[at]), old[at], args.is_clip)
                     jsd = losses.generalized_jsd(
