@@ -89,6 +89,7 @@ def step(model, optimizer, batches):
     """One optimizer step over micro-batches of (ids, labels). Returns the loss, nats a token."""
     total, mean = sum((labels[:, 1:] != IGNORED).sum() for _, labels in batches), 0.0
     for ids, labels in batches:
+        ids, labels = ids.to(model.device), labels.to(model.device)
         # logits (B,T,V) are what costs memory: none before the first token that is learnt
         keep = ids.shape[1] - max(1, (labels != IGNORED).any(0).nonzero()[0].item())
         with packing.compute(model):
@@ -104,8 +105,7 @@ def step(model, optimizer, batches):
 
 
 def main(args):
-    torch.manual_seed(args.seed)
-    rng = random.Random(args.seed)
+    device, rng = common.setup(args), random.Random(args.seed)
     if args.tiny:
         rows, tokenizer = tiny_base.prepare()
         model = tiny_base.make_model(tokenizer)
@@ -113,7 +113,7 @@ def main(args):
         model, tokenizer = checkpoint.load_model(args.model)
         examples = gold_examples(args, tokenizer)
     model.compute_dtype = None if args.dtype == "float32" else torch.bfloat16
-    model.train()
+    model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     for number in (bar := tqdm(range(args.steps), desc="sft")):
         done = number / args.steps
