@@ -27,7 +27,7 @@ demo: setup
 	$(BIN)/python tools/plot.py demo $(DEMO)
 
 test: setup lint
-	$(BIN)/python -m pytest -q -n 2 tests
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests
 
 lint: setup
 	$(BIN)/ruff check .
