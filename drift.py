@@ -12,8 +12,9 @@
     python drift.py --base DIR --model DIR --prompts math,math500,gpqa --n 0      # and MMD
 
 Both models answer with the same random numbers: from itself a model is at exactly 0. A matrix of
-9728, 4096, 1024 x 2560 takes 19, 13, 2 s on one busy CPU thread, so Qwen3-4B's 36 x (3, 2, 2) of
-them 50 core-minutes (records hold `seconds`). arXiv:2607.01763, A.8-A.14; (I) is our reading.
+9728, 4096, 1024 x 2560 takes 8, 5, 0.4 s of CPU time on one thread, so the 36 x (3, 2, 2) of them
+in Qwen3-4B 20 core-minutes a model; records hold `seconds`. arXiv:2607.01763, A.8-A.14; (I) marks
+our reading.
 """
 import functools
 import importlib.util

@@ -248,7 +248,7 @@ def test_bad_flags(capsys):
 @pytest.fixture(scope="module")
 def toy():
     """Two float64 models over 10 tokens; all 820 responses of up to 3 tokens, where 0 stops; and
-    the probabilities of them all, from a plain forward pass over each."""
+    the probabilities of them all, from one plain forward pass over those of a length."""
     models = [worker.make_model("gpt2", 10, seed).double() for seed in (0, 1)]
     prompt, responses = [3, 1, 4], [
         [*head, last] for n in (1, 2, 3) for head in itertools.product(range(1, 10), repeat=n - 1)
@@ -256,10 +256,14 @@ def toy():
     probs = []
     for model in models:
         packing.probe(model)
-        with torch.no_grad():
-            probs.append(torch.stack([
-                model(torch.tensor([prompt + ids])).logits[0].log_softmax(-1)[
-                    range(2, 2 + len(ids)), ids].sum().exp() for ids in responses]))
+        parts = []
+        for n in (1, 2, 3):  # the order of `responses`
+            ids = torch.tensor([r for r in responses if len(r) == n])
+            with torch.no_grad():
+                given = torch.cat([torch.tensor([prompt]).expand(len(ids), 3), ids], 1)
+                logprobs = model(given).logits.log_softmax(-1)[:, 2:-1]
+            parts.append(logprobs.gather(-1, ids[..., None]).sum((1, 2)).exp())
+        probs.append(torch.cat(parts))
     return models, [SimpleNamespace(prompt=prompt, ids=ids) for ids in responses], probs
 
 
