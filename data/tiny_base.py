@@ -39,7 +39,8 @@ SHARE = {"math": 1.0, "coding": .4, "science": .7, "tooluse": .8, "logic": .8, "
 
 
 def make_tokenizer(texts: list[str], size: int = 512) -> PreTrainedTokenizerFast:
-    """The most frequent pieces of texts, and every byte of UTF-8: any text comes back exactly."""
+    """The most frequent pieces of texts, and every byte of UTF-8 but ASCII's control characters:
+    any other text comes back exactly."""
     byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     pieces = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PIECE), "isolated"), byte])
     # ASCII, and a character of each lead byte and of each continuation byte of UTF-8

