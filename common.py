@@ -145,6 +145,9 @@ def parse(parser, argv, tiny, check):
         if not config.is_file():
             parser.error(f"--resume {args.resume}: holds no config.json; name a run's --out folder")
         old = json.loads(config.read_text())["args"]
+        if old.keys() != vars(args).keys():
+            other = sorted(old.keys() ^ vars(args).keys())[0]
+            parser.error(f"--resume {args.resume}: is a run of another script (flag --{other})")
         parser.set_defaults(**old)
     elif args.tiny:
         own = {**TINY, **tiny}
@@ -167,8 +170,10 @@ def parse(parser, argv, tiny, check):
         if getattr(args, name) != old[name]:
             parser.error(f"--{name} {getattr(args, name)}: the run in {args.resume} was started "
                          f"with {old[name]}; start a new run, or leave the flag out")
-    if not args.resume and args.out and Path(args.out, "log.jsonl").exists():
-        parser.error(f"--out {args.out}: holds a run already; --resume it, or name another folder")
+    if args.out and (Path(args.out).is_file() or (Path(args.out, "log.jsonl").exists()
+                                                  and not args.resume)):
+        parser.error(f"--out {args.out}: holds a run already, or is a file; --resume it, or name "
+                     "another folder")
     args.out = args.resume or args.out or (
         f"runs/{Path(parser.prog).stem}-{args.task}-{datetime.datetime.now():%m%d-%H%M%S}")
     return args
@@ -193,7 +198,9 @@ def setup(args):
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
                                 timeout=datetime.timedelta(hours=4))  # ranks sample apart
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed % 2**63)
+    if args.tiny:
+        torch.set_num_threads(1)  # so small a model only waits for a second thread
     return device
 
 

@@ -171,6 +171,8 @@ def get_args(argv=None):
             parser.error(f"--tasks {name}: must be of {', '.join(data.BENCHMARKS)}")
     if args.source and "," in args.tasks:
         parser.error("--source: goes with one benchmark in --tasks")
+    if Path(args.out).is_dir() or Path(args.out).suffix in ("", ".jsonl"):
+        parser.error(f"--out {args.out}: must name a .json file; samples go to the .jsonl beside")
     if args.n < 1 or args.limit < 0 or args.max_new < 1 or args.max_prompt < 1:
         parser.error("--n, --max_new, --max_prompt: must be at least 1; --limit: not negative")
     if args.fsdp == "on" and "RANK" not in os.environ:

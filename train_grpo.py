@@ -11,7 +11,7 @@ A group whose rewards are all equal says nothing, costs no pass, and still count
 --kl_coef adds a penalty for leaving the base model. Sources: arXiv:2402.03300 (GRPO),
 arXiv:2607.01763 (the paper). Left out: critics, reward models, LoRA, off-policy replay.
 
-    python train_grpo.py --tiny                                   # two CPU cores, two minutes
+    python train_grpo.py --tiny                                   # two CPU cores, minutes
     torchrun --nproc_per_node 8 train_grpo.py                     # the paper's GRPO, Qwen3-4B, math
     torchrun --nproc_per_node 8 train_grpo.py --lr 1e-5 --kl_coef 0.001 --task science
 """

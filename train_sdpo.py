@@ -12,7 +12,7 @@ The teacher is frozen (SDPO_0, the default), a moving average of the student (--
 or refreshed now and then (--restart_every 10: StableSDPO). Sources: arXiv:2601.20802 (SDPO),
 arXiv:2607.01763 (the paper). Left out: reward models, LoRA, off-policy replay.
 
-    python train_sdpo.py --tiny                                   # two CPU cores, two minutes
+    python train_sdpo.py --tiny                                   # two CPU cores, minutes
     torchrun --nproc_per_node 8 train_sdpo.py --ema 0.05          # the paper's SDPO_5%, Qwen3-4B
     torchrun --nproc_per_node 8 train_sdpo.py --restart_every 10 --ema 0.05 --restart_mix matched
 """

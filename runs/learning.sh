@@ -16,7 +16,7 @@ for base in 0 1; do for task in math tooluse; do
   done; done
 done; done | while read -r line; do
   folder=$(sed -E 's/.*--out ([^ ]+) .*/\1/' <<<"$line")
-  [ -d "$folder/ckpt-000060" ] || echo "train_${line##* }.py ${line% *}"
+  [ -d "$folder/ckpt-000060" ] || { rm -rf "$folder"; echo "train_${line##* }.py ${line% *}"; }
 done | xargs -r -P 2 -L 1 $python
 for base in 0 1; do for task in math tooluse; do
   [ -f "$out/$task-base$base.json" ] || echo "--tiny --tasks tiny_$task --baseline $out/base$base" \
