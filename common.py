@@ -121,7 +121,7 @@ def add_run_args(parser, lr, updates):
     add("--rollout", default="auto", choices=["auto", "hf"], help="sampling engine")
     add("--tokens_per_micro", type=count, default=16384, help="tokens in one forward pass")
     add("--no_pack", action="store_true", help="the plain path: siblings share no prompt")
-    add("--checkpoint_activations", action="store_true", help="recompute them (sharded: always)")
+    add("--checkpoint_activations", action="store_true", help="recompute them (CUDA FSDP: always)")
     add = parser.add_argument_group("run folder").add_argument
     add("--out", help="log, samples, checkpoints (default: runs/SCRIPT-TASK-DATE)")
     add("--resume", metavar="DIR", help="go on with the run in DIR, from its newest checkpoint")
@@ -225,8 +225,9 @@ def gather(items):
 def distribute(model, args, device, train=True):
     """Move a model to its device, say how it computes, and shard it where --fsdp asks for that.
 
-    auto shards where weights, gradients, two moments, teacher and reference would fill 40% of it:
-    activations and the key-value cache need the rest. A sharded model recomputes its activations.
+    auto shards where weights, gradients, two moments, teacher and reference would fill 40% of a
+    GPU: activations and the key-value cache need the rest. Sharded on CUDA, a model recomputes its
+    activations.
     """
     model, compute = model.to(device), DTYPES.get(args.dtype)
     if args.dtype == "auto":
@@ -236,7 +237,7 @@ def distribute(model, args, device, train=True):
     if args.fsdp == "auto" and world() > 1 and device.type == "cuda":
         room = torch.cuda.get_device_properties(device).total_memory
         shard = 6 * sum(p.numel() * p.element_size() for p in model.parameters()) > 0.4 * room
-    if train and (args.checkpoint_activations or shard):
+    if train and (args.checkpoint_activations or (shard and device.type == "cuda")):
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()  # transformers recomputes in train mode alone; there is no dropout
     if shard:
@@ -253,14 +254,18 @@ def distribute(model, args, device, train=True):
 
 @contextlib.contextmanager
 def gathered(model):
-    """Within it an FSDP model is whole on every rank: each may call it as often as it likes."""
+    """Within it a model can sample: an FSDP model is whole on every rank, so that each may call it
+    as often as it likes."""
     shards = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    training = model.training
+    model.eval()  # in train mode, a model that recomputes activations keeps no key-value cache
     for m in shards:
         m.unshard()
         m.set_reshard_after_forward(False, recurse=False)
     try:
         yield
     finally:
+        model.train(training)
         for m in shards:
             m.set_reshard_after_forward(m is not model, recurse=False)
             m.reshard()
