@@ -6,7 +6,7 @@ assistant's tokens alone:  loss = - sum_t log p(y_t | x, y_<t) / response tokens
 With --tiny it makes a small model from nothing instead (its curriculum: data/tiny_base.py).
 
     python tools/sft.py --model SmolLM2.gguf --task science --data train.jsonl --out runs/warm
-    python tools/sft.py --tiny --seed 0 --out data/tiny_model      # 10 minutes on one core, 1 GB
+    python tools/sft.py --tiny --seed 0 --out data/tiny_model      # 18 minutes on a busy core
 """
 import random
 import sys
