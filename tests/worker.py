@@ -297,7 +297,7 @@ def main(path):
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid:
                 codes[waiting.pop(pid)] = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() - began > job.get("timeout", 60):
+            elif time.monotonic() - began > job.get("timeout", 150):
                 for late in list(waiting):
                     os.kill(late, signal.SIGKILL)
                     os.waitpid(late, 0)
