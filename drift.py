@@ -7,7 +7,7 @@
              distributions with success a, the nearest to P_0 is at kl(a || p_0), two Bernoullis
   data sets  MMD^2 between the embeddings of their prompts
 
-    python drift.py --base tiny --model runs/x runs/y --prompts tiny --max_new 64
+    python drift.py --tiny --model runs/x runs/y                 # against the committed tiny base
     python drift.py --base Qwen/Qwen3-4B --model A/ckpt-000050 B/ckpt-000050      # weights alone
     python drift.py --base DIR --model DIR --prompts math,math500,gpqa --n 0      # and MMD
 
@@ -36,6 +36,7 @@ import losses
 import packing
 import rollout
 
+TINY = dict(base="tiny", prompts="tiny", max_new=64, max_prompt=160, n=16, limit=32)
 EXACT = 768  # a smaller side from which singular vectors come from the Gram matrix
 
 
@@ -252,6 +253,7 @@ def get_args(argv=None):
     add("--base", default="Qwen/Qwen3-4B", help="hub id, folder of safetensors, or tiny")
     add("--model", nargs="+", required=True, help="checkpoints that came from it, or run folders")
     add("--prompts", default="", help="benchmarks, and tasks for their training sets; or tiny")
+    add("--tiny", action="store_true", help="laptop scale: base, prompts, lengths, samples")
     add("--out", default="drift.json", help="the summary; all records go to the .jsonl beside it")
     add = parser.add_argument_group("how").add_argument
     add("--rank", type=whole, default=0, help="leading directions (0: min(64, d/4))")
@@ -264,6 +266,8 @@ def get_args(argv=None):
     add("--max_new", type=count, default=8192, help="longest response, in tokens")
     add("--think", action="store_true", help="the chat template's thinking switch")
     add("--seed", type=int, default=0, help="of the samples and of what --limit draws")
+    if parser.parse_args(argv).tiny:
+        parser.set_defaults(**TINY)
     args = parser.parse_args(argv)
     if not 0 < args.mask_frac < 1:
         parser.error(f"--mask_frac {args.mask_frac}: must lie between 0 and 1")

@@ -166,7 +166,14 @@ def serve() -> None:
         except Exception:  # text that sympy cannot handle is not the gold answer
             print(0, file=out)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        # sympy swallows some MemoryErrors: short of memory, it would say no to everything
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        if peak * (1 if sys.platform == "darwin" else 1024) > RETIRE:
-            return
+        if _peak() > RETIRE:  # sympy swallows some MemoryErrors: short of memory, it would say no
+            return            # to everything
+
+
+def _peak() -> int:
+    """The most memory that this process has held, in bytes. Not ru_maxrss where /proc tells: that
+    survives exec, so in the child of a large trainer it is the trainer's, from the start."""
+    try:
+        return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+    except (OSError, IndexError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: in bytes, of its own
