@@ -35,6 +35,7 @@ import eval as evaluation
 import losses
 import packing
 import rollout
+from data import batches
 
 TINY = dict(base="tiny", prompts="tiny", max_new=64, max_prompt=160, n=16, limit=32)
 EXACT = 768  # a smaller side from which singular vectors come from the Gram matrix
@@ -324,7 +325,7 @@ def main(args):
             rollouts = rollout.sample(model, tokenizer, [row["ids"] for row in rows],
                                       range(len(rows)), args.n, args.max_new,
                                       ("drift", args.seed, name))
-            right = rollout.score(task, rollouts, list(enumerate(rows)), args.n)[0].view(shape) == 1
+            right = batches.score(task, rollouts, list(enumerate(rows)), args.n)[0].view(shape) == 1
             x = embedder([r.ids for r in rollouts]).view(*shape, -1)
             if name not in before:  # the base, which answers first
                 before[name] = right, x

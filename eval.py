@@ -26,6 +26,7 @@ import checkpoint
 import common
 import data
 import rollout
+from data import batches
 
 TINY = dict(model=["tiny"], tasks="tiny", n=8, max_new=64, max_prompt=160, limit=128)
 
@@ -38,8 +39,8 @@ def evaluate(model, tokenizer, task, rows, args, n, key, temperature, top_p):
     with common.gathered(model):
         rollouts = rollout.sample(model, tokenizer, [row["ids"] for _, row in mine],
                                   [i for i, _ in mine], n, args.max_new, key, temperature, top_p)
-    rewards, _ = rollout.score(task, rollouts, mine, n)
-    golds, records = rollout.gold_scores(task, [row for _, row in mine]), []
+    rewards, _ = batches.score(task, rollouts, mine, n)
+    golds, records = batches.gold_scores(task, [row for _, row in mine]), []
     for k, (i, row) in enumerate(mine):
         own = rollouts[k * n:(k + 1) * n]
         texts = [row["opened"] + r.text for r in own]
@@ -129,7 +130,7 @@ def read(task, source, split, tokenizer, args, limit):
         rows = task.load(source, split, limit=limit or None, seed=args.seed)
     except ValueError as error:
         common.fail(f"{source}: {error}")
-    kept = rollout.fitting(rows, task, tokenizer, args)
+    kept = batches.fitting(rows, task, tokenizer, args)
     if not kept:
         common.fail(f"{source}: none of {len(rows)} prompts has --max_prompt {args.max_prompt} "
                     "tokens or fewer")

@@ -29,6 +29,7 @@ import losses
 import packing
 import rollout
 import teacher as teaching
+from data import batches
 
 # ==== the algorithm's own: flags, conditions on them, what a row learns from ====
 TINY = dict(lr=1e-4)  # set by --tiny, beside common.TINY
@@ -130,7 +131,7 @@ def main(args):
     device = common.setup(args)
     task = data.TASKS[args.task]
     model, tokenizer = checkpoint.load_model(args.model, common.DTYPES[args.param_dtype])
-    rows = rollout.load_rows(args, task, tokenizer)
+    rows = batches.load_rows(args, task, tokenizer)
     held_out = eval.held_out(args, tokenizer)
     # ==== the algorithm's own: the models beside the student, made of its weights in memory ====
     teacher = teaching.Teacher(model, args.ema, args.restart_every, args.restart_mix)
@@ -152,12 +153,12 @@ def main(args):
     for step in range(state["step"] + 1, args.steps + 1):
         # ---- roll out: G responses of the current student to each prompt, and their rewards ----
         clock, sums = [time.perf_counter()], {name: [0.0, 0] for name in common.MEANS}
-        batch = rollout.batch(rows, step, args)  # this rank's prompts: [(number, row)]
+        batch = batches.batch(rows, step, args)  # this rank's prompts: [(number, row)]
         with common.gathered(model):
             rollouts = rollout.sample(
                 model, tokenizer, [row["ids"] for _, row in batch], [n for n, _ in batch],
                 args.group, args.max_new, key=(args.seed, step))
-        rewards, feedback = rollout.score(task, rollouts, batch, args.group)
+        rewards, feedback = batches.score(task, rollouts, batch, args.group)
         prompts, responses = [r.prompt for r in rollouts], [r.ids for r in rollouts]
         common.tally(sums, **rollout.measure(rollouts, rewards, task))
         if args.ref_every and step % args.ref_every == 0:

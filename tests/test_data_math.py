@@ -289,7 +289,7 @@ def test_workers_outlive_the_thread_that_started_them_and_are_replaced_when_kill
 
 
 def test_a_large_trainer_keeps_its_workers():
-    """A child inherits its parent's ru_maxrss: read as its own, every comparison would retire it."""
+    """A child inherits its parent's ru_maxrss: taken for its own, each comparison retires it."""
     ballast = bytearray(b"1") * (math_workers.RETIRE + 2**20)
     math_workers.close()
     assert math_workers.equal("1/2", "0.5") is True

@@ -15,6 +15,7 @@ import data
 import losses
 import packing
 import rollout
+from data import batches
 
 ROWS = Path(__file__).parent / "rows" / "cases.jsonl"
 CASES = {case["id"]: case for case in map(json.loads, ROWS.open())}
@@ -321,7 +322,7 @@ def l19(given, expected, models):
     got = rollout.sample(model, tokenizer, [prompt] * 2, [0, 1], given["group"], 6, (0, 1))
     asked = []
     task = SimpleNamespace(score=lambda text, answer: asked.append(answer) or (float(answer), ""))
-    rewards, _ = rollout.score(task, got, rows, given["group"])
+    rewards, _ = batches.score(task, got, rows, given["group"])
     assert rewards.tolist() == [1.0] * 4 + [2.0] * 4 and len(asked) == 8
     assert len({tuple(r.ids) for r in got}) > 4  # streams are keyed on rows, not on prompts
     advantages = losses.group_advantages(rewards, given["group"])
@@ -333,27 +334,27 @@ def r06(given, expected, models):
     then, and every epoch takes each row once, also where a batch spans two."""
     rows = [{"id": i} for i in range(given["rows"])]
     args = SimpleNamespace(prompts=6, seed=3)
-    taken = [row["id"] for step in range(1, 11) for _, row in rollout.batch(rows, step, args)]
+    taken = [row["id"] for step in range(1, 11) for _, row in batches.batch(rows, step, args)]
     epochs = [taken[i:i + 20] for i in range(0, 60, 20)]
     assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] and epochs[0] != list(range(20))
     again = [row["id"] for step in range(given["save_at_step"] + 1, 11)
-             for _, row in rollout.batch(rows, step, args)]
+             for _, row in batches.batch(rows, step, args)]
     assert again == taken[6 * given["save_at_step"]:]
     args.seed = 4
-    assert [row["id"] for _, row in rollout.batch(rows, 1, args)] != taken[:6]
+    assert [row["id"] for _, row in batches.batch(rows, 1, args)] != taken[:6]
 
 
 def test_ranks_share_a_batch(monkeypatch):
     """Together they take what one rank takes, each equally many of each part of --updates."""
     rows = [{"id": i} for i in range(20)]
     args = SimpleNamespace(prompts=8, seed=3)
-    whole = rollout.batch(rows, 2, args)
+    whole = batches.batch(rows, 2, args)
     parts = []
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
-        parts.append(rollout.batch(rows, 2, args))
+        parts.append(batches.batch(rows, 2, args))
     assert sorted(parts[0] + parts[1], key=lambda pair: pair[0]) == whole
     assert [n for n, _ in parts[1]] == [1, 3, 5, 7]
     assert {n for part in parts for n, _ in part[:2]} == {0, 1, 2, 3}  # --updates 2: the first half
@@ -452,17 +453,17 @@ def p05(given, expected, models):
     demonstration with its reasoning has both tags."""
     from teacher import response_for_demo, think_mask
     tokenizer = models["llama"][1]
-    rows = rollout.fitting(worker.load("x"), data.math, tokenizer,
+    rows = batches.fitting(worker.load("x"), data.math, tokenizer,
                            SimpleNamespace(think=True, max_prompt=999))
     assert {row["opened"] for row in rows} == {"<think>"}
     assert tokenizer.decode(rows[0]["ids"]).endswith("<think>")
-    plain = rollout.fitting(worker.load("x"), data.math, tokenizer,
+    plain = batches.fitting(worker.load("x"), data.math, tokenizer,
                             SimpleNamespace(think=False, max_prompt=999))
     assert {row["opened"] for row in plain} == {""}
     made = SimpleNamespace(text="so 3</think>4")
     seen = []
     task = SimpleNamespace(score=lambda text, answer: seen.append(text) or (1.0, ""))
-    rollout.score(task, [made], [(0, rows[0])], 1)
+    batches.score(task, [made], [(0, rows[0])], 1)
     assert seen == ["<think>so 3</think>4"]
     demo = response_for_demo(made.text, ("<think>", "</think>"), True, opened=True)
     assert demo.count("<think>") == demo.count("</think>") == 1
@@ -501,7 +502,7 @@ def test_case(case, models):
 
 def test_long_prompts_are_counted(models, capsys):
     args = SimpleNamespace(think=False, max_prompt=30)
-    kept = rollout.fitting(worker.load("x"), data.math, models["llama"][1], args)
+    kept = batches.fitting(worker.load("x"), data.math, models["llama"][1], args)
     assert 0 < len(kept) < 20 and all(len(row["ids"]) <= 30 for row in kept)
     assert f"dropped {20 - len(kept)} of 20 prompts: longer than --max_prompt 30" in (
         capsys.readouterr().err)
@@ -524,5 +525,5 @@ def test_rewards_come_back_in_order():
         time.sleep(0.02 if int(text) % 3 == 0 else 0)
         return float(text), f"{text} of {answer}"
     rows = [(n, {"answer": f"g{n}", "opened": ""}) for n in range(4)]
-    rewards, told = rollout.score(SimpleNamespace(score=slow), got, rows, 3)
+    rewards, told = batches.score(SimpleNamespace(score=slow), got, rows, 3)
     assert rewards.tolist() == list(range(12)) and told[4] == "4 of g1" and told[11] == "11 of g3"

@@ -129,6 +129,7 @@ def ours(args, folder, turns):
     import common
     import packing
     import rollout
+    from data import batches
     from tools.bench import flops
     script = importlib.import_module(f"train_{args.algorithm}")
     config = AutoConfig.from_pretrained(folder)
@@ -137,7 +138,7 @@ def ours(args, folder, turns):
                                (torch.Tensor, "backward", "backward"),
                                (common, "optimizer_step", "optimizer")):
         turns.timed(owner, name, phase)
-    batch, score = rollout.batch, rollout.score
+    batch, score = batches.batch, batches.score
     line, micro, step = common.log_line, packing.micro_batches, {}
 
     def rewards(task, rollouts, batch, group):
@@ -154,10 +155,10 @@ def ours(args, folder, turns):
     def log_line(*values):
         turns.end(flops=flops(config, **step), tokens=sum(sum(row) for _, row in step["sampled"]))
         return line(*values)
-    rollout.batch = lambda *values: (turns.begin(), batch(*values))[1]
-    rollout.load_rows = lambda run, task, tokenizer: rollout.fitting(
+    batches.batch = lambda *values: (turns.begin(), batch(*values))[1]
+    batches.load_rows = lambda run, task, tokenizer: batches.fitting(
         prompts(args, tokenizer), task, tokenizer, run)
-    rollout.score, packing.micro_batches, common.log_line = rewards, micro_batches, log_line
+    batches.score, packing.micro_batches, common.log_line = rewards, micro_batches, log_line
     flags = dict(model=folder, data="tiny", task="tooluse" if args.case == "tools" else "math",
                  prompts=args.prompts, group=args.group, max_new=args.max_new, max_prompt=8192,
                  lr=1e-5, updates=1, steps=100000, out=f"{folder}/run", **dict.fromkeys(OFF, 0))

@@ -1,0 +1,79 @@
+"""The rows of a run: which prompts fit, which of them a step takes, and what their answers earn."""
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from common import fail, rank, world
+from rollout import encode, keyed_generator
+
+
+def load_rows(args, task, tokenizer):
+    """Training rows whose prompt fits in --max_prompt. Each has gained "ids", its prompt's tokens,
+    and "opened", the tag of the reasoning block that the prompt itself opens, or ""."""
+    try:
+        rows = task.load(args.data, "train", seed=args.seed)
+    except ValueError as error:
+        fail(f"--data {args.data}: {error}")
+    kept = fitting(rows, task, tokenizer, args)
+    if not kept:
+        fail(f"--data {args.data}: none of its {len(rows)} prompts has --max_prompt "
+             f"{args.max_prompt} tokens or fewer")
+    wrong = [told for reward, told in gold_scores(task, kept[:8]) if reward != 1]
+    if len(wrong) == len(kept[:8]):
+        fail(f"--data {args.data}: --task {args.task} gives its own gold answers 0 ({wrong[0]}): "
+             "are these rows of another task?")
+    return kept
+
+
+def gold_scores(task, rows):
+    """(reward, feedback) of the rows' gold answers, written as perfect responses where that can be
+    done: what the verifier does not accept there, no student will ever be rewarded for."""
+    scored = []
+    for row in rows:
+        try:
+            scored.append(task.score(task.render(row["answer"]), row["answer"]))
+        except ValueError:  # asserts alone tell no program
+            scored.append((1.0, ""))
+    return scored
+
+
+def fitting(rows, task, tokenizer, args):
+    """The rows whose prompt fits; the others are counted on stderr."""
+    kept = []
+    for row in rows:
+        ids = encode(tokenizer, row["messages"], args.think)
+        if len(ids) <= args.max_prompt:
+            opening = task.THINK_TAGS[0]
+            opened = opening if tokenizer.decode(ids[-32:]).rstrip().endswith(opening) else ""
+            kept.append({**row, "ids": ids, "opened": opened})
+    if len(kept) < len(rows) and rank() == 0:
+        print(f"dropped {len(rows) - len(kept)} of {len(rows)} prompts: longer than --max_prompt "
+              f"{args.max_prompt} tokens", file=sys.stderr)
+    return kept
+
+
+def batch(rows, step, args):
+    """This rank's prompts of a step: [(number in the global batch, row)].
+
+    Every row comes once an epoch, in an order keyed on (seed, epoch): a resumed run needs no cursor
+    but its step. Rank r takes the numbers r, r + ranks, ..., so that each of the --updates parts of
+    a batch has equally many prompts on every rank.
+    """
+    out = []
+    for number in range(rank(), args.prompts, world()):
+        epoch, place = divmod((step - 1) * args.prompts + number, len(rows))
+        order = torch.randperm(len(rows), generator=keyed_generator("order", args.seed, epoch))
+        out.append((number, rows[int(order[place])]))
+    return out
+
+
+def score(task, rollouts, batch, group):
+    """(rewards (N,), what the verifier said of each), in order. Verifiers wait for worker processes
+    and sandboxes, so they run in threads."""
+    rows = [row for _, row in batch for _ in range(group)]
+    texts = [row["opened"] + r.text for row, r in zip(rows, rollouts, strict=True)]
+    with ThreadPoolExecutor(2 * (os.cpu_count() or 1)) as pool:
+        scored = list(pool.map(task.score, texts, [row["answer"] for row in rows]))
+    return torch.tensor([reward for reward, _ in scored]), [told for _, told in scored]
