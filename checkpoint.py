@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import packing
@@ -59,6 +59,15 @@ def load_model(name, dtype=torch.float32):
     if note and rank() == 0:
         print(note, file=sys.stderr)
     return model, tokenizer
+
+
+def load_weights(name):
+    """{name: tensor} of a model, or of a .safetensors file such as a checkpoint's teacher."""
+    if not name.endswith(".safetensors"):
+        return load_model(name)[0].state_dict()
+    if not Path(name).is_file():
+        fail(f"--teacher_init {name}: there is no such file")
+    return load_file(name)
 
 
 # ---- write ---------------------------------------------------------------------------------------
@@ -164,11 +173,15 @@ def newest(out):
 
 
 @torch.no_grad()
-def resume(out, model, optimizer, teacher):
-    """Put the newest checkpoint of a run folder into model, optimizer and teacher, and return its
-    state: {"step": 0} where there is none, or no folder to resume."""
+def resume(args, model, optimizer, teacher):
+    """Put the newest checkpoint of the run folder args.resume into model, optimizer and teacher,
+    and return its state: {"step": 0} where there is none, or no folder to resume; the optimizer
+    then starts with the moments of args.optimizer_init."""
+    out = args.resume
     folder = newest(out) if out else None
     if folder is None:
+        if args.optimizer_init:
+            _load_moments(Path(args.optimizer_init), model, optimizer)
         return {"step": 0}
     state = json.loads((folder / "trainer" / "state.json").read_text())
     saved = _open(*folder.glob("*.safetensors"))
@@ -176,19 +189,28 @@ def resume(out, model, optimizer, teacher):
         if name not in saved:
             fail(f"--resume {out}: {folder.name} has no weight {name}: it is of another model")
         _assign(target, saved[name]())
-    moments = _open(folder / "trainer" / "optimizer.safetensors")
-    for name, p in model.named_parameters():
-        keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}/{key}" in moments]
-        for key in keys:  # as the optimizer's first step would have made them
-            value = moments[f"{name}/{key}"]()
-            optimizer.state[p][key] = value if key == "step" else torch.zeros_like(p)
-            _assign(optimizer.state[p][key], value)
+    _load_moments(folder, model, optimizer)
     if state["teacher_changed"]:
         average = _open(folder / "trainer" / "teacher.safetensors")
         for name, target in _kept(teacher.model).items():
             _assign(target, average[name]())
         teacher.last_changed = state["teacher_changed"]
     return state
+
+
+def _load_moments(folder, model, optimizer):
+    path = folder / "trainer" / "optimizer.safetensors"
+    if not path.is_file():
+        fail(f"--optimizer_init {folder}: holds no trainer/{path.name}; name a ckpt- folder")
+    moments = _open(path)
+    names = {f"{name}/{key}": (p, key) for name, p in model.named_parameters()
+             for key in ("step", "exp_avg", "exp_avg_sq")}
+    for name in moments:  # as the optimizer's first step would have made them
+        (p, key), value = names.get(name, (None, None)), moments[name]()
+        if p is None or (key != "step" and value.shape != p.shape):
+            fail(f"--optimizer_init {folder}: {name} is of another model")
+        optimizer.state[p][key] = value if key == "step" else torch.zeros_like(p)
+        _assign(optimizer.state[p][key], value)
 
 
 def _open(*paths):

@@ -61,7 +61,8 @@ class Parser(argparse.ArgumentParser):
     """argparse that says what is wrong in one line, once, and exits with 2."""
 
     def __init__(self, prog=None, description=None):
-        super().__init__(prog, "%(prog)s [flags]", description, formatter_class=Help)
+        super().__init__(prog, "%(prog)s [flags]", description, formatter_class=Help,
+                         allow_abbrev=False)  # a flag has one name
 
     def error(self, message):
         if rank() == 0:
@@ -114,6 +115,7 @@ def add_run_args(parser, lr, updates):
     add("--warmup", type=whole, default=10, help="steps of linear warm-up")
     add("--weight_decay", type=real, default=0.01, help="of AdamW")
     add("--grad_clip", type=real, default=1.0, help="largest gradient norm (0: any)")
+    add("--optimizer_init", metavar="CKPT", help="start with the moments of this checkpoint")
     add = parser.add_argument_group("machine").add_argument
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="compute (auto: bf16 on CUDA)")
     add("--param_dtype", default="float32", choices=DTYPES, help="weights as kept and updated")
@@ -374,12 +376,14 @@ def watch(state, line):
 
 class Log:
     """The run folder, written by rank 0: config.json, log.jsonl with a line a step, samples.jsonl
-    with a few responses a step; and the progress bar over it."""
+    with a few responses a step; and the progress bar over it, or its part of a longer one."""
 
-    def __init__(self, args, start):
-        self.out, self.state, self.last = Path(args.out), {}, None
+    def __init__(self, args, start, bar=None):
+        self.out, self.state, self.last, self.own = Path(args.out), {}, None, bar is None
         self.bar = tqdm(total=args.steps, initial=start, unit="step",
-                        disable=rank() > 0 or args.quiet)
+                        disable=rank() > 0 or args.quiet) if self.own else bar
+        if not self.own:
+            bar.update(start)
         if rank() == 0:
             self.out.mkdir(parents=True, exist_ok=True)
             for name in ("log.jsonl", "samples.jsonl"):  # forget what came after the checkpoint,
@@ -391,7 +395,7 @@ class Log:
                 for line in map(json.loads, lines if name == "log.jsonl" else []):
                     watch(self.state, line)
                     self.last = line
-            (self.out / "config.json").write_text(json.dumps(describe(args), indent=1) + "\n")
+            write_json(self.out / "config.json", describe(args))
 
     def write(self, line, samples):
         self.last = line
@@ -412,8 +416,16 @@ class Log:
             self.bar.write(text, file=sys.stderr)
 
     def close(self):
-        self.bar.close()
+        if self.own:
+            self.bar.close()
         return self.last
+
+
+def write_json(path, value):
+    """A JSON file that is whole or not there."""
+    aside = Path(f"{path}.part")
+    aside.write_text(json.dumps(value, indent=1) + "\n")
+    aside.replace(path)
 
 
 def describe(args):

@@ -143,8 +143,8 @@ def get_args(argv=None):
     parser = common.Parser(description=__doc__)
     add = parser.add_argument_group("what").add_argument
     add("--model", nargs="+", default=["Qwen/Qwen3-4B"], help="hub ids, folders, .gguf files, tiny")
-    add("--tasks", default="paper", help="benchmarks with commas between them, or paper, or tiny")
-    add("--source", help="for one benchmark: take its rows from this .jsonl file or hub id")
+    add("--tasks", default="paper", help="paper, tiny, or benchmarks with commas between them; "
+        "name=SOURCE takes its rows from a .jsonl file or hub id")
     add("--baseline", help="the model to compare with, on the same prompts")
     add("--tiny", action="store_true", help="the six laptop-scale benchmarks")
     add = parser.add_argument_group("how").add_argument
@@ -167,34 +167,35 @@ def get_args(argv=None):
     if args.tasks in ("paper", "tiny"):
         args.tasks = ",".join(name for name, (_, source, *_) in data.BENCHMARKS.items()
                               if (source == "tiny") == (args.tasks == "tiny"))
-    for name in args.tasks.split(","):
+    for name, _, source in (entry.partition("=") for entry in args.tasks.split(",")):
         if name not in data.BENCHMARKS:
             parser.error(f"--tasks {name}: must be of {', '.join(data.BENCHMARKS)}")
-    if args.source and "," in args.tasks:
-        parser.error("--source: goes with one benchmark in --tasks")
+        if source.endswith(".jsonl") and not Path(source).is_file():
+            parser.error(f"--tasks {name}={source}: there is no such file")
     if Path(args.out).is_dir() or Path(args.out).suffix in ("", ".jsonl"):
         parser.error(f"--out {args.out}: must name a .json file; samples go to the .jsonl beside")
     if args.n < 1 or args.limit < 0 or args.max_new < 1 or args.max_prompt < 1:
         parser.error("--n, --max_new, --max_prompt: must be at least 1; --limit: not negative")
     if args.fsdp == "on" and "RANK" not in os.environ:
         parser.error("--fsdp on: needs ranks; start the script with torchrun")
-    common.require_files(parser, args, "model", "baseline", "source")
+    common.require_files(parser, args, "model", "baseline")
     if not args.temperature >= 0 or not 0 < args.top_p <= 1:
         parser.error("--temperature: must not be negative; --top_p: must lie in (0, 1]")
     return args
 
 
-def main(args):
-    """Evaluate, print a table, write args.out and the samples. Returns what args.out holds."""
+def run(args):
+    """Evaluate; write args.out and, before it, the samples. Returns what args.out holds."""
     device = common.setup(args)
     result, lines = {**common.describe(args), "scores": {}}, []
     for name in dict.fromkeys([args.baseline or args.model[0], *args.model]):
         model, tokenizer = checkpoint.load_model(name)
         model = common.distribute(model, args, device, train=False)
-        for benchmark in args.tasks.split(","):
+        for entry in args.tasks.split(","):
+            benchmark, _, own = entry.partition("=")
             domain, source, split, _, _ = data.BENCHMARKS[benchmark]
             task, began = data.TASKS[domain], time.perf_counter()
-            rows = read(task, args.source or source, split, tokenizer, args, args.limit)
+            rows = read(task, own or source, split, tokenizer, args, args.limit)
             records = evaluate(model, tokenizer, task, rows, args, args.n, ("eval", args.seed),
                                args.temperature, args.top_p)
             score = {**summary(records), "seconds": time.perf_counter() - began}
@@ -207,7 +208,14 @@ def main(args):
         out = Path(args.out)
         out.parent.mkdir(parents=True, exist_ok=True)
         out.with_suffix(".jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in lines))
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        common.write_json(out, result)
+    return result
+
+
+def main(args):
+    """Evaluate, and print a table of the scores."""
+    result = run(args)
+    if common.rank() == 0:
         print(table(result["scores"]))
     return result
 

@@ -6,18 +6,27 @@ stream of uniform numbers of its own, keyed on (seed, step, row), and a token is
 the next of them: the result depends neither on how rows are batched nor on the number of ranks. A
 prompt is read once, its G responses share its keys and values, and finished rows leave the batch.
 Log-probabilities and entropies are read off the same logits: nobody computes them again.
+
+With --rollout vllm another engine draws them, many times faster on a GPU. It rounds differently, so
+the trainer's own log-probabilities and entropies take a pass (`rescore`), and the log says how far
+the two are apart.
 """
+import functools
 import hashlib
 import inspect
+import os
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import losses
 import packing
-from common import fail
+from common import fail, gathered
 
 
 @dataclass
@@ -28,9 +37,13 @@ class Rollout:
     prompt: list  # token ids
     ids: list  # T token ids, with the stop token where it stopped by itself
     logprobs: torch.Tensor  # (T,) under the distribution that each token was drawn from
-    entropy: torch.Tensor  # (T,) of that distribution, in nats
+    entropy: torch.Tensor  # (T,) of that distribution, in nats; vLLM leaves it to `rescore`
     finished: bool  # False: cut off at max_new
     text: str  # without the stop token
+    old: torch.Tensor = None  # (T,) by the trainer itself, where the sampler is another engine
+
+    def __post_init__(self):
+        self.old = self.logprobs if self.old is None else self.old
 
 
 def keyed_generator(*key):
@@ -268,6 +281,104 @@ def logprobs(model, rollouts, tokens_per_micro, pack=True):
         for i, *row in zip(rows, *(c.split(lengths) for c in columns if rows), strict=bool(rows)):
             out[i] = row
     return tuple(zip(*out, strict=True))
+
+# ---- sampling, by the engine that --rollout names ------------------------------------------------
+
+def sampler(args, model, tokenizer):
+    """`sample` of the model as it is when called: a function of prompts, numbers, group, max_new,
+    key, temperature and top_p. Every rank calls it, also one without prompts."""
+    if args.rollout == "vllm":
+        auto = "bfloat16" if model.device.type == "cuda" else args.param_dtype
+        llm = _vllm(model.config.to_json_string(), auto if args.dtype == "auto" else args.dtype,
+                    args.max_prompt + args.max_new, args.vllm_memory, model.device.type == "cuda")
+        return functools.partial(_sample_vllm, llm, model, tokenizer)
+
+    def sample_hf(*given, **named):
+        with gathered(model):
+            return sample(model, tokenizer, *given, **named)
+    return sample_hf
+
+
+@functools.cache  # vLLM's groups are the process's: stages, or models to compare, share an engine
+def _vllm(config, dtype, length, memory, cuda):
+    """An engine for this rank alone, in this process, without weights; on CUDA it is asleep."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    for name, value in dict(LOGGING_LEVEL="ERROR", NO_USAGE_STATS="1",
+                            CPU_OMP_THREADS_BIND="nobind").items():
+        os.environ.setdefault(f"VLLM_{name}", value)
+    from vllm import LLM
+    room = dict(gpu_memory_utilization=memory, enable_sleep_mode=True) if cuda else dict(
+        kv_cache_memory_bytes=2**30, enforce_eager=True)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(config)
+        try:
+            llm = LLM(folder, skip_tokenizer_init=True, load_format="dummy", dtype=dtype,
+                      max_model_len=length, generation_config="vllm",  # none of the model's own
+                      logprobs_mode="processed_logprobs",  # of the distribution that was drawn from
+                      distributed_executor_backend="external_launcher" if "RANK" in os.environ
+                      else None, **room)
+        except ValueError as error:
+            fail(f"--rollout vllm: {' '.join(str(error).split())[:400]}")
+    if cuda:
+        llm.sleep(level=2)
+    return llm
+
+
+def _sample_vllm(llm, model, tokenizer, prompts, numbers, group, max_new, key, temperature=1.0,
+                 top_p=1.0):
+    """`sample` by vLLM, with the model's weights, which are pushed first. Each response has a seed
+    of its own, keyed like its random numbers in `sample`, but spends it in vLLM's way; what else is
+    in the batch changes it by rounding alone."""
+    from vllm import SamplingParams
+    cuda, dtype = model.device.type == "cuda", llm.model_config.dtype
+
+    def weights():  # every name, tied ones too, or vLLM keeps the old; one at a time is whole
+        for name, value in model.state_dict().items():
+            value = value.detach().to(dtype)
+            yield name, value.full_tensor() if isinstance(value, DTensor) else value
+
+    if cuda:
+        torch.cuda.empty_cache()  # the training step's memory
+        llm.wake_up(tags=["weights"])
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()})
+    if cuda:
+        llm.wake_up(tags=["kv_cache"])
+    if not llm.reset_prefix_cache():  # siblings share a prompt through it, steps must not
+        raise RuntimeError("vLLM holds on to keys and values of the weights before")
+    stop, rows = stop_ids(model, tokenizer), [n * group + g for n in numbers for g in range(group)]
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(group)],
+        [SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_new, logprobs=0,
+                        stop_token_ids=stop, detokenize=False,
+                        seed=keyed_generator("sample", *key, row).initial_seed()) for row in rows],
+        use_tqdm=False)
+    if cuda:
+        llm.sleep(level=2)  # gives up weights and cache until the next push
+    done = []
+    for row, output in zip(rows, outputs, strict=True):
+        (out,), prompt = output.outputs, prompts[len(done) // group]
+        ids = list(out.token_ids)
+        given = torch.tensor([at[i].logprob for at, i in zip(out.logprobs, ids, strict=True)])
+        if given.isnan().any():
+            raise FloatingPointError(f"{key}, row {row}: the student's logits are NaN")
+        done.append(Rollout(row, prompt, ids, given, None, ids[-1] in stop,
+                            decode(tokenizer, ids, stop)))
+    return done
+
+
+def rescore(model, rollouts, tokens_per_micro, pack=True):
+    """Add to vLLM's rollouts the trainer's own log-probabilities, `old`, and entropies. Returns a
+    k3 estimate of KL(sampler || trainer) for each token; raises where the sampler is another model:
+    rounding, in bfloat16 too, stays far below a tenth of a nat."""
+    for r, old, entropy in zip(rollouts, *logprobs(model, rollouts, tokens_per_micro, pack),
+                               strict=True):
+        r.old, r.entropy = old, entropy
+    gap = torch.cat([losses.kl_k3(r.logprobs, r.old) for r in rollouts])
+    if gap.mean() > 0.1:
+        raise RuntimeError(f"vLLM samples from another model than is trained: KL {gap.mean():.2g} "
+                           "nats a token; not all weights have reached it")
+    return gap
+
 
 
 # ---- what the log says of responses --------------------------------------------------------------

@@ -59,8 +59,8 @@ def get_args(argv=None):
     return common.parse(parser, argv, TINY, check)
 
 
-def main(args):
-    """One run, in the folder args.out. Returns the last line of its log."""
+def main(args, bar=None):
+    """One run, in the folder args.out. Returns the last line of its log. bar: goes on with it."""
     device = common.setup(args)
     task = data.TASKS[args.task]
     model, tokenizer = checkpoint.load_model(args.model, common.DTYPES[args.param_dtype])
@@ -74,8 +74,8 @@ def main(args):
         copy.model = common.distribute(copy.model, args, device, train=False)
     model = common.distribute(model, args, device)
     optimizer = common.make_optimizer(model, args)
-    state = checkpoint.resume(args.resume, model, optimizer, teacher)
-    log = common.Log(args, state["step"])
+    state = checkpoint.resume(args, model, optimizer, teacher)
+    log = common.Log(args, state["step"], bar)
     pack, budget = not args.no_pack, args.tokens_per_micro
 
     for step in range(state["step"] + 1, args.steps + 1):

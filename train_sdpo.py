@@ -56,7 +56,7 @@ def add_args(parser):
     add("--ema", type=float, default=0.0, help="update rate a step (0: frozen, 1: the student)")
     add("--restart_every", type=int, default=0, help="steps between refreshes (0: none)")
     add("--restart_mix", default="1", help="share of the student then; matched: as --ema has")
-    add("--teacher_init", metavar="CKPT", help="mix this checkpoint into the first teacher")
+    add("--teacher_init", metavar="CKPT", help="mix a model or .safetensors into the first teacher")
     add("--teacher_init_mix", type=float, default=1.0, help="share of --teacher_init in it")
     common.add_run_args(parser, lr=1e-5, updates=1)
 
@@ -126,8 +126,8 @@ def get_args(argv=None):
     return common.parse(parser, argv, TINY, check)
 
 
-def main(args):
-    """One run, in the folder args.out. Returns the last line of its log."""
+def main(args, bar=None):
+    """One run, in the folder args.out. Returns the last line of its log. bar: goes on with it."""
     device = common.setup(args)
     task = data.TASKS[args.task]
     model, tokenizer = checkpoint.load_model(args.model, common.DTYPES[args.param_dtype])
@@ -138,16 +138,15 @@ def main(args):
     same = teacher.frozen and not args.teacher_init
     reference = teacher if same else teaching.Teacher(model) if args.ref_every else None
     if args.teacher_init:
-        start, _ = checkpoint.load_model(args.teacher_init)
-        teaching.mix_checkpoint(teacher.model, start, args.teacher_init_mix)
-        del start
+        teaching.mix_checkpoint(teacher.model, checkpoint.load_weights(args.teacher_init),
+                                args.teacher_init_mix)
     # ==== end ====
     for copy in dict.fromkeys(copy for copy in (teacher, reference) if copy):
         copy.model = common.distribute(copy.model, args, device, train=False)
     model = common.distribute(model, args, device)
     optimizer = common.make_optimizer(model, args)
-    state = checkpoint.resume(args.resume, model, optimizer, teacher)
-    log = common.Log(args, state["step"])
+    state = checkpoint.resume(args, model, optimizer, teacher)
+    log = common.Log(args, state["step"], bar)
     pack, budget = not args.no_pack, args.tokens_per_micro
 
     for step in range(state["step"] + 1, args.steps + 1):

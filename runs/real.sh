@@ -26,6 +26,6 @@ for algorithm in grpo sdpo; do
     --max_prompt $prompt --max_new $new --eval_every 0 --ref_every 3 --save_every 0 \
     --out "$out/$algorithm" $([ $algorithm = sdpo ] && echo $cot)
 done
-$python eval.py --tasks $bench --source "$out/test.jsonl" --baseline "$out/warm" \
+$python eval.py --tasks "$bench=$out/test.jsonl" --baseline "$out/warm" \
   --model "$out/grpo" "$out/sdpo" --n 2 --limit 60 --temperature 1 --top_p 1 \
   --max_prompt $prompt --max_new $new --out "$out/eval.json"

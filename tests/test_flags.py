@@ -101,6 +101,7 @@ ELSEWHERE = {
     "out": "test_out; every run here has one",
     "resume": "test_train.py: test_resume; test_changed_flag_at_resume",
     "fsdp": "test_train.py: test_split, test_one_rank_under_fsdp",
+    "optimizer_init": "test_continual.py: test_carry",
     "rollout": "has one engine until vLLM comes; test_refused: it accepts no other",
 }
 
@@ -238,8 +239,8 @@ REFUSED = [(script, flags) for script in TRAINERS for flags in (
         "--feedback loud", "--kl_coef 1")] + [
     ("eval", flags) for flags in (
         "--n 0", "--tasks cooking", "--tasks aime24,", "--temperature -1", "--temperature nan",
-        "--top_p 0", "--top_p 1.5", "--limit -1", "--source x --tasks aime24,aime25",
-        "--max_new 0", "--fsdp on", "--model no/such.gguf", "--source no/such.jsonl --tasks aime24",
+        "--top_p 0", "--top_p 1.5", "--limit -1",
+        "--max_new 0", "--fsdp on", "--model no/such.gguf", "--tasks aime24,math500=no/such.jsonl",
         "--baseline no/such.gguf")]
 
 

@@ -43,8 +43,8 @@ import common  # noqa: E402
 import data  # noqa: E402
 import losses  # noqa: E402
 import packing  # noqa: E402
-import rollout  # noqa: E402
 import teacher  # noqa: E402
+from data import batches as rows_of_a_run  # noqa: E402
 
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<unk>"]
 LETTERS = sorted("abcdefghijklmnopqrstuvwxyzHYFNTS0123456789 .,:?'\n\\{}/=+-")
@@ -173,7 +173,7 @@ def record(job, seen):
         return batches
 
     wrap(torch.nn.utils, "clip_grad_norm_", clip)
-    wrap(rollout, "score", scores)
+    wrap(rows_of_a_run, "score", scores)
     wrap(packing, "micro_batches", micro)
 
 
