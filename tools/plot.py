@@ -11,230 +11,278 @@ run that begins with it, up to the end of that stage. A figure whose runs are mi
 with a line that names them. Dash, mark and hatch say what colour says: all can be read in grey.
 """
 import json
-import re
 import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data import BENCHMARKS
+from tools.plot_runs import (
+    STYLE,
+    Missing,
+    bars,
+    choose,
+    curve,
+    grid,
+    history,
+    interval,
+    over,
+    read_lines,
+    read_run,
+    read_runs,
+    save,
+    title,
+)
 
-plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
-                     "legend.frameon": False, "hatch.linewidth": 0.6, "axes.titlesize": 9})
-DOTS, DOT_DASH, LONG = (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)), (0, (8, 2))
-STYLE = {  # one look for one method, in every figure: label, colour, dash, mark, hatch
-    "base": ("base", "0.85", ":", "_", ""),
-    "grpo": ("GRPO", "#1b6ca8", "--", "o", "//"),
-    "grpo-equal": ("GRPO at SDPO's lr", "#7fb2d9", DOTS, "v", "\\\\"),
-    "sdpo": ("SDPO$_0$", "#c1440e", "-", "s", ".."),
-    "sdpo-ema0.5": (r"SDPO$_{0.5\%}$", "#f2c14e", LONG, "<", "--"),
-    "sdpo-ema1": (r"SDPO$_{1\%}$", "#d98e04", DOT_DASH, ">", "||"),
-    "sdpo-ema2": (r"SDPO$_{2\%}$", "#a678b8", "--", "p", "++"),
-    "sdpo-ema5": (r"SDPO$_{5\%}$", "#4a235a", DOTS, "X", "xx"),
-    "sdpo-matched": ("StableSDPO(0.40)", "#5fa777", "--", "D", "oo"),
-    "sdpo-hard": ("StableSDPO(1)", "#14532d", DOT_DASH, "^", "OO"),
-    "sdpo-cot": (r"SDPO$_0^{\mathrm{CoT}}$", "#111111", LONG, "P", "**"),
-    "sdpo-ema5-mask": (r"SDPO$_{5\%}$, tokens masked", "#a678b8", "-", "d", "x"),
-    "sdpo-ema5-reorder": (r"SDPO$_{5\%}$, re-ordered", "#4a235a", DOT_DASH, "h", "\\"),
-}
 EMA = ["sdpo", "sdpo-ema0.5", "sdpo-ema1", "sdpo-ema2", "sdpo-ema5"]
 RESTART = ["sdpo", "sdpo-ema5", "sdpo-matched", "sdpo-hard"]
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # then 1.96 + 2.6/df
-RUNS = "band, bar: 95% t interval over runs; thin line, small mark: mean of one base"
+CONTINUAL = ["grpo", "grpo-equal", "sdpo", "sdpo-ema5", "sdpo-hard", "sdpo-cot"]
 
 
-class Missing(Exception):
-    """What a figure needs and the folder does not hold."""
+# ---- one run, a few runs -------------------------------------------------------------------------
+
+def demo(folder):
+    """The two runs of `make demo`: reward while training, held-out accuracy on the six domains."""
+    result = json.loads((folder / "eval.json").read_text())
+    names = {result["args"]["baseline"]: "base"}
+    names |= {model: Path(model).name for model in result["args"]["model"]}
+    logs = {name: read_lines(folder / name / "log.jsonl") for name in ("grpo", "sdpo")}
+    task = logs["sdpo"][0]["stage"]
+    print(f"\nmean@{result['args']['n']} ± standard error, %, after training on {task}")
+    print("{:16}".format("") + "".join(f"{name:>16}" for name in names.values()))
+    for benchmark, scores in result["scores"].items():
+        cells = (f"{100 * scores[m]['mean']:.1f} ± {100 * scores[m]['se']:.1f}" for m in names)
+        print(f"{benchmark:16}" + "".join(f"{cell:>16}" for cell in cells))
+    figure, ((left, right),) = grid(1, 2, 11, 3.8, "error bars: standard error over prompts")
+    for name, log in logs.items():
+        run = {"base": "0", "log": {x["step"]: x for x in log}, "ends": [0, len(log)]}
+        history([left], {name: [run]}, ["reward"])
+    bars(right, list(result["scores"]), {name: (*(
+        np.array([100 * s[model][key] for s in result["scores"].values()])
+        for key in ("mean", "se")), []) for model, name in names.items()})
+    left.set(ylim=(0, 1), title=f"training: {task}")
+    right.set(ylabel=f"mean@{result['args']['n']}, %", ylim=(0, 100), title="held-out prompts")
+    save(figure, folder / "demo.png")
 
 
-# ---- reading -------------------------------------------------------------------------------------
-
-def read_lines(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
-
-
-def read_run(folder):
-    """A run: what continual.json and drift.json hold, and its log by step over all stages."""
-    run = json.loads((folder / "continual.json").read_text())
-    run |= {"folder": folder, "tasks": [s["task"] for s in run["stages"]], "ends": [0], "log": {}}
-    for k, stage in enumerate(run["stages"], 1):
-        own = folder / f"{k}-{stage['task']}.jsonl"
-        for line in read_lines(own if own.exists() else Path(stage["folder"], "log.jsonl")):
-            run["log"][run["ends"][-1] + line["step"]] = line
-        run["ends"].append(run["ends"][-1] + stage["steps"])
-    drift = folder / "drift.json"
-    return run | {"drift": json.loads(drift.read_text()) if drift.exists() else {}}
-
-
-def read_runs(folder):
-    """Every run in a folder, with the method and base that its name tells."""
-    runs = []
-    for path in sorted(Path(folder).glob("*/continual.json")):
-        run, m = read_run(path.parent), re.fullmatch(r"(.+)-b(\d+)-s\d+-?(.*)", path.parent.name)
-        if m and m[1] in STYLE and m[3] in ("", run["tasks"][0]):
-            runs.append(run | {"method": m[1], "base": m[2]})
-        else:
-            print(f"{path.parent}: left out, its name is no METHOD-bBASE-sSEED[-TASK]")
-    return runs
-
-
-def choose(what, runs, methods, need=()):
-    """{method: its runs}, for those that have any. Raises Missing where one of `need` has none."""
-    found = {m: [run for run in runs if run["method"] == m] for m in methods}
-    lacks = [m for m in methods if not found[m]]
-    if set(lacks) & set(need) or len(lacks) == len(found):
-        raise Missing(f"{what} needs runs of {', '.join(lacks)}")
-    if lacks:
-        print(f"{what}: drawn without runs of {', '.join(lacks)}")
-    return {m: own for m, own in found.items() if own}
+def learning(folder):
+    """The runs of runs/learning.sh: held-out accuracy after training less that of the run's base;
+    the interval is Student's t over runs (both bases' seeds together)."""
+    groups = {}  # (task, algorithm) -> the runs, with their scores and their base's
+    for path in sorted(folder.glob("*-base*.json")):
+        result = json.loads(path.read_text())
+        task, base = path.stem.split("-")
+        (scores,) = result["scores"].values()
+        for model in result["args"]["model"]:
+            groups.setdefault((task, Path(model).name.split("-")[2]), []).append(
+                {"base": base, 0: scores[result["args"]["baseline"]], 1: scores[model]})
+    print("| task | algorithm | base mean@1 (pass@8) | after | gain in points [95%] | by base |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    cells = {}
+    for (task, algorithm), runs in sorted(groups.items()):
+        gain, half, bases = over(runs, lambda run: 100 * (run[1]["mean"] - run[0]["mean"]))
+        cells.setdefault(algorithm, []).append((gain, half, bases))
+        score = [f"{100 * interval([run[i]['mean'] for run in runs])[0]:.1f} "
+                 f"({100 * interval([run[i]['pass']['8'] for run in runs])[0]:.1f})"
+                 for i in (0, 1)]
+        signs = ", ".join(f"{base} {mean:+.1f}" for base, mean in zip(
+            sorted({run["base"] for run in runs}), bases, strict=True))
+        print(f"| {task} | {STYLE[algorithm][0]} | {score[0]} | {score[1]} | "
+              f"{gain:+.1f} [{gain - half:+.1f}, {gain + half:+.1f}] | {signs} |")
+    figure, ((axis,),) = grid(1, 1, 6, 3.6)
+    bars(axis, sorted({task for task, _ in groups}), {
+        m: (*zip(*((gain, half) for gain, half, _ in own), strict=True),
+            list(zip(*(bases for *_, bases in own), strict=True))) for m, own in cells.items()})
+    axis.set(ylabel="gain over the base, points", title="held-out accuracy")
+    save(figure, folder / "learning.png")
 
 
-def title(name):
-    """A task or a benchmark as figures call it."""
-    name = name.removeprefix("tiny_")
-    return "ToolUse" if name == "tooluse" else name.capitalize() if name.isalpha() else name
+def continual(folder):
+    """One run of continual.py: every benchmark over the stages, and the training reward."""
+    run = read_run(folder) | {"base": "0"}
+    figure, ((left, right),) = grid(1, 2, 11, 4, "error bars: standard error over prompts")
+    for (name, row), mark in zip(run["R"].items(), "osD^vPXp<>hd*", strict=False):
+        own = BENCHMARKS[name][4] in run["tasks"]
+        left.errorbar(range(len(row)), 100 * np.array([s["mean"] for s in row]),
+                      100 * np.array([s["se"] or 0 for s in row]), label=title(name), marker=mark,
+                      linestyle="-" if own else ":", capsize=2, markersize=4)
+    stage_ticks(left, run["tasks"])
+    left.set(ylabel="score, %", title="solid: trained in some stage; dotted: out of distribution")
+    history([right], {"sdpo" if "sdpo" in str(run["command"]) else "grpo": [run]}, ["reward"])
+    save(figure, folder / "continual.png")
 
 
-def own(task, run):
-    """The run's benchmarks that are in distribution of a task; None: out of all."""
-    return [b for b in run["R"] if BENCHMARKS[b][4] == task]
-
-
-def scores(run, k, benchmarks=None):
-    """Percent after stage k."""
-    return np.array([100 * run["R"][b][k]["mean"] for b in benchmarks or run["R"]])
-
-
-# ---- drawing -------------------------------------------------------------------------------------
-
-def interval(values):
-    """(mean, half width of the 95% t interval) over the first axis; None and NaN are left out."""
-    x = np.ma.masked_invalid(np.array(values, float))
-    n = np.maximum(x.count(0), 1)
-    t = np.where(n > 11, 1.96 + 2.6 / n, np.take(T95, np.clip(n - 2, 0, 9)))
-    squares = ((x - x.mean(0)) ** 2).sum(0)
-    return x.mean(0).filled(np.nan), t * np.ma.filled(squares / np.maximum(n - 1, 1) / n, 0) ** 0.5
-
-
-def over(runs, value):
-    """interval of value(run) over runs, and the mean of each base where there are several."""
-    bases = [[value(run) for run in runs if run["base"] == b]
-             for b in sorted({run["base"] for run in runs})]
-    return *interval(sum(bases, [])), [interval(b)[0] for b in bases if len(bases) > 1]
-
-
-def curve(axis, x, runs, value, method, band=None):
-    """value(run), an array over x, of a method's runs; band: functions for other ends of it."""
-    label, colour, dash, mark, _ = STYLE[method]
-    mean, half, bases = over(runs, value)
-    low, high = [over(runs, end)[0] for end in band] if band else (mean - half, mean + half)
-    axis.plot(x, mean, color=colour, linestyle=dash, label=label, marker=mark, markersize=4,
-              markevery=1 if len(x) < 12 else (0.1, 0.2))
-    axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
-    for base in bases:
-        axis.plot(x, base, color=colour, linestyle=dash, linewidth=0.4)
-
-
-def history(axes, groups, keys, stages=None):
-    """A panel for each log key, over the steps of the first stages; a line where a stage ends."""
-    for axis, key in zip(axes, keys, strict=True):
-        for method, runs in groups.items():
-            ends = runs[0]["ends"][:stages and stages + 1]
-            steps = range(1, ends[-1] + 1)
-            curve(axis, steps, runs, lambda run: [run["log"].get(s, {}).get(key) for s in steps],
-                  method)
-        for end in ends[1:-1]:
-            axis.axvline(end + 0.5, color="0.6", linewidth=0.6)
-        axis.set(xlabel="step", ylabel=key.replace("_", " "))
-
-
-def bars(axis, names, cells):
-    """cells: {method: (means, half widths, means of each base)}, each over the names."""
-    for i, (method, (mean, half, bases)) in enumerate(cells.items()):
-        label, colour, _, _, hatch = STYLE[method]
-        x = np.arange(len(names)) + (i - (len(cells) - 1) / 2) * 0.84 / len(cells)
-        axis.bar(x, mean, 0.76 / len(cells), yerr=half, label=label, color=colour, hatch=hatch,
-                 edgecolor="w", linewidth=0, error_kw=dict(linewidth=0.8, ecolor="0.3"))
-        for mark, base in zip("oD^sv", bases, strict=False):
-            axis.plot(x, base, mark, color="k", markersize=2.5, markerfacecolor="w",
-                      markeredgewidth=0.5)
-    axis.axhline(0, color="0.2", linewidth=0.6)
-    axis.set_xticks(range(len(names)), [title(name) for name in names])
-
-
-def grid(rows, columns, width, height, note=RUNS):
-    figure, axes = plt.subplots(rows, columns, figsize=(width, height), squeeze=False,
-                                layout="constrained")
-    figure.supxlabel(note, fontsize=7.5, color="0.3")
-    return figure, axes
-
-
-def save(figure, path):
-    """One legend for all panels, over them."""
-    found = {label: handle for axis in figure.axes
-             for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(found.values(), found, loc="outside upper center", ncols=8)
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    print(f"figure: {path}")
+def stage_ticks(axis, tasks):
+    axis.set_xticks(range(len(tasks) + 1), ["base", *map(title, tasks)])
+    axis.set_xlabel("after stage")
 
 
 # ---- the paper's figures -------------------------------------------------------------------------
 
-def first(runs, task):
-    return [run for run in runs if run["tasks"][0] == task]
+def first(what, runs, task, methods, need):
+    """{method: its runs that begin with a task}."""
+    return choose(f"{what}, {task}", [r for r in runs if r["tasks"][0] == task], methods, need)
 
 
-def with_base(groups, k, benchmarks=None):
-    """bars' cells: the scores after stage k of {method: runs}, and before them the base's."""
-    everyone = {"base": sum(groups.values(), [])} | groups
-    return {m: over(own, lambda run: scores(run, k if m != "base" else 0, benchmarks))
-            for m, own in everyone.items()}
+def sequences(what, runs, methods, need, drift=False):
+    """{method: its runs of several stages}; drift: those whose drift was measured."""
+    return choose(what + " (several stages, with drift)" * drift, [
+        r for r in runs if len(r["tasks"]) > 1 and (r["drift"] or not drift)], methods, need)
+
+
+def inside(names, tasks):
+    """Those of the names that are in distribution of one of the tasks: benchmarks, training sets."""
+    return [x for x in names if x in tasks or (x in BENCHMARKS and BENCHMARKS[x][4] in tasks)]
+
+
+def scores(run, k, names=None):
+    """Percent after stage k."""
+    return np.array([100 * run["R"][b][k]["mean"] for b in names or run["R"]])
+
+
+def change(run, k, names):
+    """Relative change from the base to stage k, percent; NaN, undefined, where the base has 0."""
+    base = scores(run, 0, names)
+    return 100 * (scores(run, k, names) - base) / np.where(base == 0, np.nan, base)
+
+
+def with_base(groups):
+    """bars' cells: scores after the first stage, and the base's."""
+    return {"base": over(sum(groups.values(), []), lambda run: scores(run, 0))} | {
+        method: over(runs, lambda run: scores(run, 1)) for method, runs in groups.items()}
 
 
 def teachers(runs):
-    """Figure 2: scores after one stage, by teacher."""
+    """Figure 2a: scores after one stage, by teacher."""
     figure, axes = grid(2, 1, 12, 6)
     for axis, task in zip(axes[:, 0], ("math", "tooluse"), strict=True):
-        groups = choose(f"figure 2, {task}", first(runs, task), EMA + RESTART[2:], ("sdpo",))
-        bars(axis, list(runs[0]["R"]), with_base(groups, 1))
-        axis.set(ylabel="score, %", title=f"{title(task)} training")
+        groups = first("figure 2", runs, task, EMA + RESTART[2:], ("sdpo", "sdpo-ema5"))
+        bars(axis, list(groups["sdpo"][0]["R"]), with_base(groups))
+        axis.set(ylabel="score, %", title=f"after {title(task)} training")
     return figure
 
 
 def dynamics(runs):
-    """Figures 2 and 3: the course of training by teacher, moving averages and restarts apart."""
-    keys = ("reward", "jsd", "entropy", "teacher_entropy", "length")
+    """Figures 2b and 3: the course of training by teacher, averages and restarts apart."""
     figure, axes = grid(4, 5, 14, 10)
     for i, row in enumerate(axes):
         task, methods = ("math", "tooluse")[i // 2], (EMA, RESTART)[i % 2]
-        history(row, choose(f"figure 3, {task}", first(runs, task), methods, ("sdpo",)), keys, 1)
+        history(row, first("figure 3", runs, task, methods, ("sdpo", "sdpo-ema5")),
+                ("reward", "jsd", "entropy", "teacher_entropy", "length"), 1)
         row[0].set_title(f"{title(task)}: {('moving average', 'restart and freeze')[i % 2]}")
     return figure
 
 
 def cot(runs):
-    """Figure 4: distilling the reasoning too."""
-    tasks, methods = ("math", "science", "tooluse"), ("sdpo", "sdpo-cot")
+    """Figure 4: what distilling the reasoning too does to scores and to training."""
     figure, axes = grid(3, 4, 14, 8)
-    for row, task in zip(axes, tasks, strict=True):
-        groups = choose(f"figure 4, {task}", first(runs, task), methods, methods)
-        bars(row[0], list(runs[0]["R"]), with_base(groups, 1))
-        row[0].set(ylabel="score, %", title=f"{title(task)} training")
+    for row, task in zip(axes, ("math", "science", "tooluse"), strict=True):
+        groups = first("figure 4", runs, task, ["sdpo", "sdpo-cot"], ("sdpo", "sdpo-cot"))
+        bars(row[0], list(groups["sdpo"][0]["R"]), with_base(groups))
+        row[0].tick_params("x", rotation=40)
+        row[0].set(ylabel="score, %", title=f"after {title(task)} training")
         history(row[1:], groups, ("length", "entropy", "jsd"), 1)
     return figure
 
 
 def interference(runs):
-    """Figure 5: gain and forgetting on a benchmark against its distance from the training set."""
-    figure, axes = grid(1, 2, 11, 4, "")
-    for axis, method in zip(axes[0], ("grpo", "sdpo"), strict=True):
-        for task, mark in zip(("math", "science", "tooluse", "coding"), "osD^", strict=True):
-            pass
+    """Figure 5: gain and forgetting on a benchmark against its distance from what was trained."""
+    figure, axes = grid(1, 2, 11, 4.5, "filled: gain; hollow: forgetting; each a mean over runs with "
+                        "its 95% t interval; mark: what was trained")
+    groups = choose("figure 5", [r for r in runs if r["drift"] and "mmd" in r["drift"]],
+                    ["grpo", "sdpo"], ["sdpo"])
+    for axis, (method, own) in zip(axes[0], groups.items(), strict=False):
+        for task, mark in zip(dict.fromkeys(r["tasks"][0] for r in own), "osD^vP", strict=False):
+            begun = [run for run in own if run["tasks"][0] == task]
+            table = begun[0]["drift"]["mmd"]["mmd2"]
+            distance = table[inside(table, [task])[-1]]
+            names = [b for b in begun[0]["R"] if b in distance]
+            for sign in (1, -1):
+                y, half, _ = over(begun, lambda run: np.clip(
+                    change(run, 1, names), *((0, None) if sign > 0 else (None, 0))))
+                axis.errorbar([distance[b] for b in names], y, half, fmt=mark, capsize=2,
+                              color=STYLE[method][1], markerfacecolor=None if sign > 0 else "w",
+                              linewidth=0.8, label=f"trained on {title(task)}" if sign > 0 else None)
+        axis.axhline(0, color="0.2", linewidth=0.6)
+        axis.set(xlabel="MMD$^2$ to the training prompts", ylabel="gain, forgetting, %",
+                 title=STYLE[method][0])
+    return figure
+
+
+def sequence(runs):
+    """Figure 6: each trained domain over the stages; below, what became of all others."""
+    groups = sequences("figure 6", runs, CONTINUAL, ("grpo", "sdpo"))
+    tasks, names = groups["sdpo"][0]["tasks"], list(groups["sdpo"][0]["R"])
+    figure, axes = grid(2, len(tasks), 3 * len(tasks), 6.5)
+    for k, (axis, task) in enumerate(zip(axes[0], tasks, strict=True), 1):
+        for method, own in groups.items():
+            curve(axis, range(len(tasks) + 1), own, lambda run: np.mean(
+                [scores(run, i, inside(names, [task])) for i in range(len(tasks) + 1)], 1), method)
+        axis.axvspan(k - 1, k, color="0.93", zorder=0)
+        axis.set(ylabel="score, %", title=title(task))
+        stage_ticks(axis, tasks)
+    for axis in axes[1]:
+        axis.remove()
+    axis, others = figure.add_subplot(2, 1, 2), [b for b in names if b not in inside(names, tasks)]
+    bars(axis, others, {m: over(own, lambda run: change(run, -1, others))
+                        for m, own in groups.items()})
+    axis.set_yscale("symlog", linthresh=1)
+    axis.set(ylabel="change from the base, %", title="out of distribution, after the last stage")
+    return figure
+
+
+def weights(runs):
+    """Figure 7a,b: drift of the weights by type of matrix, and by checkpoint."""
+    groups = sequences("figure 7a,b", runs, CONTINUAL, ("grpo", "sdpo"), drift=True)
+    tasks = groups["sdpo"][0]["tasks"]
+    figure, axes = grid(2, 4, 14, 6.5, "mean over matrices and runs; band: 10th to 90th percentile of "
+                        "the matrices; thin dots: the update's overlap by chance")
+    for column, (key, label) in zip(axes.T, (
+            ("nss", "normalised spectral shift"), ("rotation", "rotation, degrees"),
+            ("pm_overlap", "principal mask kept, IoU %"),
+            ("pm_update", "principal mask updated, IoU %")), strict=True):
+        for method, own in groups.items():
+            kinds = [x for x in next(iter(own[0]["drift"]["weights"].values())) if x != "all"]
+
+            def by_type(run, key=key, stat="mean"):
+                last = list(run["drift"]["weights"].values())[-1]
+                return [last[kind][key][stat] for kind in kinds]
+
+            def by_stage(run, key=key, stat="mean"):
+                return [x["all"][key][stat] for x in run["drift"]["weights"].values()]
+
+            for axis, value, x in ((column[0], by_type, range(len(kinds))),
+                                   (column[1], by_stage, range(1, len(tasks) + 1))):
+                curve(axis, x, own, value, method, [
+                    lambda run, end=end: value(run, stat=end) for end in ("p10", "p90")])
+                if key == "pm_update":
+                    axis.plot(x, over(own, lambda run: value(run, "pm_update_chance"))[0], ":",
+                              color=STYLE[method][1], linewidth=0.9)
+        column[0].set_xticks(range(len(kinds)), kinds)
+        column[0].set(ylabel=label, xlabel="type of matrix, last checkpoint")
+        column[1].set(ylabel=label)
+        stage_ticks(column[1], tasks)
+        for axis in column:
+            axis.set_yscale("log" if key == "nss" else "linear")
+    return figure
+
+
+def similarity(runs):
+    """Figure 7c,d: how like the base's responses a checkpoint's are, as split violins."""
+    groups = sequences("figure 7c,d", runs, CONTINUAL, ("grpo", "sdpo"), drift=True)
+    tasks = groups["sdpo"][0]["tasks"]
+    values = {}  # (method, stage, in distribution) -> cosines
+    for method, own in groups.items():
+        for run in own:
+            models = list(run["drift"]["weights"])
+            for line in read_lines(run["folder"] / "drift.jsonl"):
+                if "similarity" in line:
+                    key = method, models.index(line["model"]), bool(inside([line["prompts"]], tasks))
+                    values.setdefault(key, []).extend(line["similarity"])
+    figure, ((left, right),) = grid(1, 2, 12, 4, "each half a distribution over responses of all "
+                                    "runs; lines: median, 5th percentile")
+    for x, method in enumerate(groups):
+        for inner in (True, False):
+            half(left, x, values[method, len(tasks) - 1, inner], "base" if not inner else method, inner)
     return figure
