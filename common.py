@@ -9,6 +9,7 @@ and a rank without a row adds zeros. `--fsdp on` shards weights, gradients and o
 import argparse
 import contextlib
 import datetime
+import importlib.util
 import json
 import os
 import platform
@@ -30,15 +31,17 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).parent
 TINY = dict(model="tiny", data="tiny", prompts=16, group=8, max_prompt=160, max_new=64, steps=60,
-            warmup=5, max_teacher_prompt=320, eval_every=20, save_every=20)  # what --tiny sets
+            warmup=5, max_teacher_prompt=320, eval_every=20, save_every=20,
+            rollout="hf")  # what --tiny sets
 ON_OFF = argparse.BooleanOptionalAction  # a flag that is on, and --no-flag
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 # what may change when a run is resumed: how far and how fast it goes, never what it computes
-FREE = {"resume", "out", "steps", "eval_every", "save_every", "keep", "tokens_per_micro", "quiet"}
+FREE = {"resume", "out", "steps", "eval_every", "save_every", "keep", "tokens_per_micro", "quiet",
+        "vllm_memory", "tp"}
 # the means that every log line holds; null where nothing was counted
 MEANS = ("reward", "loss", "jsd", "entropy", "teacher_entropy", "kl_ref", "length", "artifact",
          "boxed", "frac_truncated", "frac_distilled", "frac_cut", "frac_think", "frac_zero_adv",
-         "clip_frac", "is_weight")
+         "clip_frac", "is_weight", "mismatch_kl")
 
 
 # ---- flags ---------------------------------------------------------------------------------------
@@ -85,6 +88,23 @@ def at_least(low, kind=int):
     return read
 
 
+def sampling_engine(text):
+    """The argparse type of --rollout: auto is vllm on CUDA, where it is installed."""
+    installed = importlib.util.find_spec("vllm") is not None
+    if text == "auto":
+        return "vllm" if installed and torch.cuda.is_available() else "hf"
+    if text == "vllm" and not installed:
+        raise argparse.ArgumentTypeError("vllm is not installed: pip install vllm")
+    return text
+
+
+def ranks_that_share(text):
+    """The argparse type of --tp: a divisor of the number of ranks."""
+    if int(text) < 1 or world() % int(text):
+        raise argparse.ArgumentTypeError(f"{text}: must divide the {world()} ranks")
+    return int(text)
+
+
 def require_files(parser, args, *names):
     """Refuse a file that is not there; a hub id or a folder shows when it loads."""
     for name in names:
@@ -120,7 +140,7 @@ def add_run_args(parser, lr, updates):
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="compute (auto: bf16 on CUDA)")
     add("--param_dtype", default="float32", choices=DTYPES, help="weights as kept and updated")
     add("--fsdp", default="auto", choices=["auto", "on", "off"], help="shard over the ranks")
-    add("--rollout", default="auto", choices=["auto", "hf"], help="sampling engine")
+    add_rollout_args(add)
     add("--tokens_per_micro", type=count, default=16384, help="tokens in one forward pass")
     add("--no_pack", action="store_true", help="the plain path: siblings share no prompt")
     add("--checkpoint_activations", action="store_true", help="recompute them (CUDA FSDP: always)")
@@ -135,6 +155,14 @@ def add_run_args(parser, lr, updates):
     add("--save_every", type=whole, default=10, help="steps between checkpoints (0: only the last)")
     add("--keep", type=count, default=2, help="trainer states to keep; model folders all stay")
     add("--quiet", action="store_true", help="no progress bar")
+
+
+def add_rollout_args(add):
+    add("--rollout", type=sampling_engine, default="auto", choices=["auto", "hf", "vllm"],
+        help="sampling engine (auto: vllm on CUDA, where it is installed)")
+    add("--vllm_memory", type=at_least(0.01, float), default=0.4,
+        help="share of a GPU's memory that vLLM takes while it samples")
+    add("--tp", type=ranks_that_share, default=1, help="ranks that share one vLLM engine")
 
 
 def parse(parser, argv, tiny, check):
@@ -434,8 +462,10 @@ def describe(args):
     git = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"],
                          capture_output=True, text=True, check=False).stdout.strip()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    vllm = sys.modules.get("vllm")
     return {"args": vars(args), "command": sys.argv, "commit": git or None,
             "versions": {"python": platform.python_version(), "torch": torch.__version__,
-                         "transformers": transformers.__version__},
+                         "transformers": transformers.__version__,
+                         "vllm": vllm and vllm.__version__},
             "machine": {"ranks": world(), "cpus": os.cpu_count(), "gpu": gpu},
             "date": time.strftime("%Y-%m-%d %H:%M:%S %z")}

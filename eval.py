@@ -28,17 +28,17 @@ import data
 import rollout
 from data import batches
 
-TINY = dict(model=["tiny"], tasks="tiny", n=8, max_new=64, max_prompt=160, limit=128)
+TINY = dict(model=["tiny"], tasks="tiny", n=8, max_new=64, max_prompt=160, limit=128,
+            rollout="hf")
 
 
-def evaluate(model, tokenizer, task, rows, args, n, key, temperature, top_p):
+def evaluate(sampler, task, rows, n, max_new, key, temperature, top_p):
     """Sample and score n responses to each row. The ranks share the work and all get every record,
     one a prompt in order: {"id", "rewards", "answers", "lengths", "finished", "responses", "gold"},
     gold is what the verifier gives the gold answer itself."""
     mine = list(enumerate(rows))[common.rank()::common.world()]
-    with common.gathered(model):
-        rollouts = rollout.sample(model, tokenizer, [row["ids"] for _, row in mine],
-                                  [i for i, _ in mine], n, args.max_new, key, temperature, top_p)
+    rollouts = sampler([row["ids"] for _, row in mine], [i for i, _ in mine], n, max_new, key,
+                       temperature, top_p)
     rewards, _ = batches.score(task, rollouts, mine, n)
     golds, records = batches.gold_scores(task, [row for _, row in mine]), []
     for k, (i, row) in enumerate(mine):
@@ -97,8 +97,8 @@ def compare(score, base):
 # ---- within a run --------------------------------------------------------------------------------
 
 def held_out(args, tokenizer):
-    """For the train files: a function (model, step) -> mean reward at T = 1 on held-out prompts of
-    the task that is trained, or None where --eval_every is 0."""
+    """For the train files: a function (sampler, step) -> mean reward at T = 1 on held-out prompts
+    of the task that is trained, or None where --eval_every is 0."""
     if not args.eval_every:
         return None
     task, sources = data.TASKS[args.task], [args.eval_data] if args.eval_data else [
@@ -110,8 +110,8 @@ def held_out(args, tokenizer):
         common.fail(f"--task {args.task}: no benchmark of its own; give --eval_data or "
                     "--eval_every 0")
 
-    def run(model, step):
-        records = evaluate(model, tokenizer, task, rows, args, args.eval_n,
+    def run(sampler, step):
+        records = evaluate(sampler, task, rows, args.eval_n, args.max_new,
                            ("eval", args.seed, step), 1.0, 1.0)
         return summary(records)["mean"]
     return run
@@ -157,6 +157,7 @@ def get_args(argv=None):
     add("--max_new", type=int, default=8192, help="longest response, in tokens")
     add("--dtype", default="auto", choices=["auto", *common.DTYPES], help="auto: bf16 on CUDA")
     add("--fsdp", default="off", choices=["on", "off"], help="shard the model over the ranks")
+    common.add_rollout_args(add)
     add("--seed", type=int, default=0, help="of the samples, and of what a benchmark draws")
     add("--out", default="eval.json", help="scores; the samples go to the .jsonl beside it")
     parser.set_defaults(param_dtype="float32")
@@ -191,12 +192,13 @@ def run(args):
     for name in dict.fromkeys([args.baseline or args.model[0], *args.model]):
         model, tokenizer = checkpoint.load_model(name)
         model = common.distribute(model, args, device, train=False)
+        sampler = rollout.sampler(args, model, tokenizer)
         for entry in args.tasks.split(","):
             benchmark, _, own = entry.partition("=")
             domain, source, split, _, _ = data.BENCHMARKS[benchmark]
             task, began = data.TASKS[domain], time.perf_counter()
             rows = read(task, own or source, split, tokenizer, args, args.limit)
-            records = evaluate(model, tokenizer, task, rows, args, args.n, ("eval", args.seed),
+            records = evaluate(sampler, task, rows, args.n, args.max_new, ("eval", args.seed),
                                args.temperature, args.top_p)
             score = {**summary(records), "seconds": time.perf_counter() - began}
             result["scores"].setdefault(benchmark, {})[name] = score

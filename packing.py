@@ -212,17 +212,19 @@ def micro_batches(rows, passes, responses, tokens_per_micro):
 
 def tokens(rows, rollouts, masks, weights, device):
     """The tokens of some rows that the loss is taken of: for each the number of its row, its id,
-    its log-probability when sampled and its weight, all (n,); and keep, a mask over ALL response
-    tokens of the rows, of which they are n. masks, weights: for each row (T,), (>= T,)."""
+    its log-probability by the trainer and by the sampler when it was sampled, and its weight, all
+    (n,); and keep, a mask over ALL response tokens of the rows, of which they are n. masks,
+    weights: for each row (T,), (>= T,)."""
     if not rows:
         none = torch.zeros(0, device=device)
-        return none.long(), none.long(), none, none, none.bool()
+        return none.long(), none.long(), none, none, none, none.bool()
     keep = torch.cat([masks[i] for i in rows])
     row = torch.tensor([i for i in rows for _ in rollouts[i].ids])
     label = torch.tensor([t for i in rows for t in rollouts[i].ids])
-    old = torch.cat([rollouts[i].logprobs for i in rows])
+    old = torch.cat([rollouts[i].old for i in rows])
+    sampled = torch.cat([rollouts[i].logprobs for i in rows])
     weight = torch.cat([weights[i][:len(masks[i])] for i in rows])
-    return *(x[keep].to(device) for x in (row, label, old, weight)), keep.to(device)
+    return *(x[keep].to(device) for x in (row, label, old, sampled, weight)), keep.to(device)
 
 
 @torch.no_grad()

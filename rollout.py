@@ -7,9 +7,8 @@ the next of them: the result depends neither on how rows are batched nor on the 
 prompt is read once, its G responses share its keys and values, and finished rows leave the batch.
 Log-probabilities and entropies are read off the same logits: nobody computes them again.
 
-With --rollout vllm another engine draws them, many times faster on a GPU. It rounds differently, so
-the trainer's own log-probabilities and entropies take a pass (`rescore`), and the log says how far
-the two are apart.
+With --rollout vllm another engine draws the tokens, from the same distribution up to rounding. The
+trainer's own log-probabilities and the entropies then take a pass of their own (`rescore`).
 """
 import functools
 import hashlib
@@ -26,7 +25,7 @@ from transformers.cache_utils import DynamicLayer
 
 import losses
 import packing
-from common import fail, gathered
+from common import fail, gather, gathered, rank
 
 
 @dataclass
@@ -282,16 +281,16 @@ def logprobs(model, rollouts, tokens_per_micro, pack=True):
             out[i] = row
     return tuple(zip(*out, strict=True))
 
-# ---- sampling, by the engine that --rollout names ------------------------------------------------
+# ---- sampling by the engine that --rollout names -------------------------------------------------
 
 def sampler(args, model, tokenizer):
-    """`sample` of the model as it is when called: a function of prompts, numbers, group, max_new,
-    key, temperature and top_p. Every rank calls it, also one without prompts."""
+    """`sample` by that engine, of the model as it is when called: a function of prompts, numbers,
+    group, max_new, key, temperature, top_p. Every rank calls it, with prompts or without."""
     if args.rollout == "vllm":
         auto = "bfloat16" if model.device.type == "cuda" else args.param_dtype
         llm = _vllm(model.config.to_json_string(), auto if args.dtype == "auto" else args.dtype,
-                    args.max_prompt + args.max_new, args.vllm_memory, model.device.type == "cuda")
-        return functools.partial(_sample_vllm, llm, model, tokenizer)
+                    args.max_prompt + args.max_new, args.vllm_memory, args.tp, model.device.type)
+        return functools.partial(_sample_vllm, llm, model, tokenizer, args.tp)
 
     def sample_hf(*given, **named):
         with gathered(model):
@@ -299,86 +298,82 @@ def sampler(args, model, tokenizer):
     return sample_hf
 
 
-@functools.cache  # vLLM's groups are the process's: stages, or models to compare, share an engine
-def _vllm(config, dtype, length, memory, cuda):
-    """An engine for this rank alone, in this process, without weights; on CUDA it is asleep."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    for name, value in dict(LOGGING_LEVEL="ERROR", NO_USAGE_STATS="1",
-                            CPU_OMP_THREADS_BIND="nobind").items():
+@functools.cache  # stages of a sequence and models to compare share it
+def _vllm(config, dtype, length, memory, tp, device):
+    """An engine in this process, for this rank or tp of them, without weights; asleep on CUDA."""
+    for name, value in dict(ENABLE_V1_MULTIPROCESSING="0", LOGGING_LEVEL="ERROR",
+                            NO_USAGE_STATS="1", CPU_OMP_THREADS_BIND="nobind").items():
         os.environ.setdefault(f"VLLM_{name}", value)
     from vllm import LLM
-    room = dict(gpu_memory_utilization=memory, enable_sleep_mode=True) if cuda else dict(
-        kv_cache_memory_bytes=2**30, enforce_eager=True)
+    room = dict(gpu_memory_utilization=memory, enable_sleep_mode=True) if device == "cuda" else (
+        dict(kv_cache_memory_bytes=2**30, enforce_eager=True))
+    launcher = "external_launcher" if "RANK" in os.environ else None
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(config)
-        try:
+        try:  # "vllm": its own defaults, not the model's; "processed": after temperature and top_p
             llm = LLM(folder, skip_tokenizer_init=True, load_format="dummy", dtype=dtype,
-                      max_model_len=length, generation_config="vllm",  # none of the model's own
-                      logprobs_mode="processed_logprobs",  # of the distribution that was drawn from
-                      distributed_executor_backend="external_launcher" if "RANK" in os.environ
-                      else None, **room)
+                      max_model_len=length, generation_config="vllm", tensor_parallel_size=tp,
+                      logprobs_mode="processed_logprobs", distributed_executor_backend=launcher,
+                      **room)
         except ValueError as error:
-            fail(f"--rollout vllm: {' '.join(str(error).split())[:400]}")
-    if cuda:
+            fail(f"--rollout vllm: {' '.join(str(error).split('Value error, ')[-1].split())[:200]}")
+    if device == "cuda":
         llm.sleep(level=2)
     return llm
 
 
-def _sample_vllm(llm, model, tokenizer, prompts, numbers, group, max_new, key, temperature=1.0,
+def _sample_vllm(llm, model, tokenizer, tp, prompts, numbers, group, max_new, key, temperature=1.0,
                  top_p=1.0):
-    """`sample` by vLLM, with the model's weights, which are pushed first. Each response has a seed
-    of its own, keyed like its random numbers in `sample`, but spends it in vLLM's way; what else is
-    in the batch changes it by rounding alone."""
+    """`sample` by vLLM, with the model's weights of now. A response has a seed of its own, keyed as
+    in `sample` but spent in vLLM's way; its neighbours change it by rounding alone."""
     from vllm import SamplingParams
-    cuda, dtype = model.device.type == "cuda", llm.model_config.dtype
+    own = numbers
+    if tp > 1:  # ranks that share an engine sample together, for all of them
+        mates = gather([(prompts, numbers)])[rank() // tp * tp:][:tp]
+        prompts, numbers = ([x for mate in mates for x in mate[k]] for k in (0, 1))
 
-    def weights():  # every name, tied ones too, or vLLM keeps the old; one at a time is whole
+    def weights():  # all names, or vLLM keeps a stale head where it is tied; whole one by one
         for name, value in model.state_dict().items():
-            value = value.detach().to(dtype)
+            value = value.detach().to(llm.model_config.dtype)
             yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
-    if cuda:
-        torch.cuda.empty_cache()  # the training step's memory
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # what the training step held
         llm.wake_up(tags=["weights"])
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()})
-    if cuda:
+    if model.device.type == "cuda":
         llm.wake_up(tags=["kv_cache"])
-    if not llm.reset_prefix_cache():  # siblings share a prompt through it, steps must not
-        raise RuntimeError("vLLM holds on to keys and values of the weights before")
+    if not llm.reset_prefix_cache():  # siblings share their prompt in it, steps must not
+        raise RuntimeError("vLLM keeps keys and values of the weights before")
     stop, rows = stop_ids(model, tokenizer), [n * group + g for n in numbers for g in range(group)]
-    outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(group)],
-        [SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_new, logprobs=0,
-                        stop_token_ids=stop, detokenize=False,
-                        seed=keyed_generator("sample", *key, row).initial_seed()) for row in rows],
-        use_tqdm=False)
-    if cuda:
-        llm.sleep(level=2)  # gives up weights and cache until the next push
+    settings = [SamplingParams(
+        temperature=temperature, top_p=top_p, max_tokens=max_new, stop_token_ids=stop, logprobs=0,
+        seed=keyed_generator("sample", *key, row).initial_seed(), detokenize=False) for row in rows]
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts for _ in range(group)],
+                           settings, use_tqdm=False)
+    if model.device.type == "cuda":
+        llm.sleep(level=2)  # it has no weights until the next push
     done = []
-    for row, output in zip(rows, outputs, strict=True):
-        (out,), prompt = output.outputs, prompts[len(done) // group]
-        ids = list(out.token_ids)
-        given = torch.tensor([at[i].logprob for at, i in zip(out.logprobs, ids, strict=True)])
-        if given.isnan().any():
-            raise FloatingPointError(f"{key}, row {row}: the student's logits are NaN")
-        done.append(Rollout(row, prompt, ids, given, None, ids[-1] in stop,
+    for i, (row, output) in enumerate(zip(rows, outputs, strict=True)):
+        ids, given = list(output.outputs[0].token_ids), output.outputs[0].logprobs
+        given = torch.tensor([at[token].logprob for at, token in zip(given, ids, strict=True)])
+        done.append(Rollout(row, prompts[i // group], ids, given, None, ids[-1] in stop,
                             decode(tokenizer, ids, stop)))
-    return done
+    return [r for r in done if r.row // group in own]
 
 
 def rescore(model, rollouts, tokens_per_micro, pack=True):
-    """Add to vLLM's rollouts the trainer's own log-probabilities, `old`, and entropies. Returns a
-    k3 estimate of KL(sampler || trainer) for each token; raises where the sampler is another model:
-    rounding, in bfloat16 too, stays far below a tenth of a nat."""
-    for r, old, entropy in zip(rollouts, *logprobs(model, rollouts, tokens_per_micro, pack),
-                               strict=True):
+    """Add the trainer's log-probabilities, `old`, and entropies to vLLM's rollouts. Returns a k3
+    estimate of KL(sampler || trainer) at each token (n,). Rounding, in bfloat16 too, stays far
+    below 0.1 nats: beyond, the sampler is another model, or NaN, and that raises RuntimeError."""
+    trained = logprobs(model, rollouts, tokens_per_micro, pack)
+    for r, old, entropy in zip(rollouts, *trained, strict=True):
         r.old, r.entropy = old, entropy
     gap = torch.cat([losses.kl_k3(r.logprobs, r.old) for r in rollouts])
-    if gap.mean() > 0.1:
-        raise RuntimeError(f"vLLM samples from another model than is trained: KL {gap.mean():.2g} "
-                           "nats a token; not all weights have reached it")
+    if not gap.mean() <= 0.1:
+        raise RuntimeError(f"vLLM samples from another model than the one that learns: KL "
+                           f"{gap.mean():.2g} nats a token; have all weights reached it?")
     return gap
-
 
 
 # ---- what the log says of responses --------------------------------------------------------------

@@ -41,6 +41,8 @@ def add_args(parser):
     add("--eps_high", type=float, default=0.28, help="clip the ratio at 1 + eps_high")
     add("--kl_coef", type=common.at_least(0, float), default=0.0,
         help="weight of the k3 penalty to the base model")
+    add("--tis", type=common.at_least(0, float), default=2.0,
+        help="largest weight that corrects for vLLM's rounding as it samples (0: no weights)")
     add("--agg", default="token", choices=["token", "seq"], help="mean over tokens or responses")
     common.add_run_args(parser, lr=1e-6, updates=4)
 
@@ -50,6 +52,8 @@ def check(args, error):
         error(f"--group {args.group}: an advantage compares siblings; it takes 2 or more")
     if not (0 < args.eps_low <= 1 and args.eps_high > 0):
         error("--eps_low must lie in (0, 1], --eps_high must be positive")
+    if 0 < args.tis < 1:
+        error(f"--tis {args.tis}: must be 0, or 1 or more")
 # ==== end ====
 
 
@@ -75,6 +79,7 @@ def main(args, bar=None):
     model = common.distribute(model, args, device)
     optimizer = common.make_optimizer(model, args)
     state = checkpoint.resume(args, model, optimizer, teacher)
+    sampler = rollout.sampler(args, model, tokenizer)
     log = common.Log(args, state["step"], bar)
     pack, budget = not args.no_pack, args.tokens_per_micro
 
@@ -82,16 +87,16 @@ def main(args, bar=None):
         # ---- roll out: G responses of the current student to each prompt, and their rewards ----
         clock, sums = [time.perf_counter()], {name: [0.0, 0] for name in common.MEANS}
         batch = batches.batch(rows, step, args)  # this rank's prompts: [(number, row)]
-        with common.gathered(model):
-            rollouts = rollout.sample(
-                model, tokenizer, [row["ids"] for _, row in batch], [n for n, _ in batch],
-                args.group, args.max_new, key=(args.seed, step))
+        rollouts = sampler([row["ids"] for _, row in batch], [n for n, _ in batch],
+                           args.group, args.max_new, key=(args.seed, step))
+        if args.rollout == "vllm":  # which gives no entropies, and rounds in its own way
+            common.tally(sums, mismatch_kl=rollout.rescore(model, rollouts, budget, pack))
         rewards, feedback = batches.score(task, rollouts, batch, args.group)
         prompts, responses = [r.prompt for r in rollouts], [r.ids for r in rollouts]
         common.tally(sums, **rollout.measure(rollouts, rewards, task))
         if args.ref_every and step % args.ref_every == 0:
             base, _ = rollout.logprobs(reference.model, rollouts, budget, pack)
-            kl = losses.kl_k3(torch.cat([r.logprobs for r in rollouts]), torch.cat(base))
+            kl = losses.kl_k3(torch.cat([r.old for r in rollouts]), torch.cat(base))
             common.tally(sums, kl_ref=kl)
         clock.append(time.perf_counter())
 
@@ -114,7 +119,7 @@ def main(args, bar=None):
             learning = [i for i in mini if learns[i]]
             total, anything = common.all_sum([share, len(learning)])
             for micro in packing.micro_batches(learning, passes, responses, budget):
-                row, label, old, weight, keep = packing.tokens(
+                row, label, old, sampled, weight, keep = packing.tokens(
                     micro, rollouts, masks, weights, device)  # (n,) each
                 hidden = packing.response_hidden(model, micro, prompts, responses, pack)[keep]
                 # ==== the algorithm's own: the loss of a token ====
@@ -129,6 +134,10 @@ def main(args, bar=None):
                              torch.ones_like(old[at, None]), args.eps_low, args.eps_high)
                     loss = losses.policy_gradient_loss(*given)[:, 0]  # a row is one token here
                     common.tally(sums, clip_frac=losses.clipped_tokens(*given))
+                    if args.tis and args.rollout == "vllm":  # sampled by a neighbour of p_old
+                        ratio = losses.importance_weight(old[at], sampled[at], args.tis)
+                        common.tally(sums, is_weight=ratio)
+                        loss = loss * ratio
                     if args.kl_coef:
                         with torch.no_grad():
                             base_logprobs = losses.token_logprobs(
@@ -148,7 +157,7 @@ def main(args, bar=None):
         line = common.log_line(
             args, step, sums, norms, clock, sum(map(len, responses)), teacher)
         if held_out and step % args.eval_every == 0:
-            line["eval"] = held_out(model, step)
+            line["eval"] = held_out(sampler, step)
             state = eval.best(state, line)
         log.write(line, rollout.samples(tokenizer, rollouts, rewards, passes))
         if step == args.steps or (args.save_every and step % args.save_every == 0):

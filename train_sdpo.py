@@ -146,6 +146,7 @@ def main(args, bar=None):
     model = common.distribute(model, args, device)
     optimizer = common.make_optimizer(model, args)
     state = checkpoint.resume(args, model, optimizer, teacher)
+    sampler = rollout.sampler(args, model, tokenizer)
     log = common.Log(args, state["step"], bar)
     pack, budget = not args.no_pack, args.tokens_per_micro
 
@@ -153,16 +154,16 @@ def main(args, bar=None):
         # ---- roll out: G responses of the current student to each prompt, and their rewards ----
         clock, sums = [time.perf_counter()], {name: [0.0, 0] for name in common.MEANS}
         batch = batches.batch(rows, step, args)  # this rank's prompts: [(number, row)]
-        with common.gathered(model):
-            rollouts = rollout.sample(
-                model, tokenizer, [row["ids"] for _, row in batch], [n for n, _ in batch],
-                args.group, args.max_new, key=(args.seed, step))
+        rollouts = sampler([row["ids"] for _, row in batch], [n for n, _ in batch],
+                           args.group, args.max_new, key=(args.seed, step))
+        if args.rollout == "vllm":  # which gives no entropies, and rounds in its own way
+            common.tally(sums, mismatch_kl=rollout.rescore(model, rollouts, budget, pack))
         rewards, feedback = batches.score(task, rollouts, batch, args.group)
         prompts, responses = [r.prompt for r in rollouts], [r.ids for r in rollouts]
         common.tally(sums, **rollout.measure(rollouts, rewards, task))
         if args.ref_every and step % args.ref_every == 0:
             base, _ = rollout.logprobs(reference.model, rollouts, budget, pack)
-            kl = losses.kl_k3(torch.cat([r.logprobs for r in rollouts]), torch.cat(base))
+            kl = losses.kl_k3(torch.cat([r.old for r in rollouts]), torch.cat(base))
             common.tally(sums, kl_ref=kl)
         clock.append(time.perf_counter())
 
@@ -187,7 +188,7 @@ def main(args, bar=None):
             learning = [i for i in mini if learns[i]]
             total, anything = common.all_sum([share, len(learning)])
             for micro in packing.micro_batches(learning, passes, responses, budget):
-                row, label, old, weight, keep = packing.tokens(
+                row, label, old, sampled, weight, keep = packing.tokens(
                     micro, rollouts, masks, weights, device)  # (n,) each
                 hidden = packing.response_hidden(model, micro, prompts, responses, pack)[keep]
                 # ==== the algorithm's own: the loss of a token ====
@@ -201,7 +202,7 @@ def main(args, bar=None):
                         taught = losses.log_softmax(
                             packing.head(teacher.model, teacher_hidden[at]))  # (c, V)
                     ratio = losses.importance_weight(
-                        losses.at_labels(student, label[at]), old[at], args.is_clip)
+                        losses.at_labels(student, label[at]), sampled[at], args.is_clip)
                     jsd = losses.generalized_jsd(
                         student, taught, args.beta, args.topk, args.tail, normalized=True)
                     common.tally(sums, jsd=jsd, is_weight=ratio,
@@ -221,7 +222,7 @@ def main(args, bar=None):
         line = common.log_line(
             args, step, sums, norms, clock, sum(map(len, responses)), teacher)
         if held_out and step % args.eval_every == 0:
-            line["eval"] = held_out(model, step)
+            line["eval"] = held_out(sampler, step)
             state = eval.best(state, line)
         log.write(line, rollout.samples(tokenizer, rollouts, rewards, passes))
         if step == args.steps or (args.save_every and step % args.save_every == 0):

@@ -17,6 +17,7 @@ import checkpoint
 import common
 import data
 import eval
+import rollout
 
 ROWS = Path(__file__).parent / "rows" / "cases.jsonl"
 CASES = {case["id"]: case for case in map(json.loads, ROWS.open())}
@@ -262,15 +263,16 @@ def test_held_out(models, monkeypatch):
     original = eval.evaluate
 
     def spy(*a):
-        seen.append(([row["id"] for row in a[3]], a[6], a[7], a[8]))
+        seen.append(([row["id"] for row in a[2]], a[5], a[6], a[7]))
         return original(*a)
     monkeypatch.setattr(eval, "evaluate", spy)
     run = eval.held_out(args, loaded[1])
-    first, again, later = run(loaded[0], 1), run(loaded[0], 1), run(loaded[0], 2)
+    sampler = rollout.sampler(args, *loaded)
+    first, again, later = run(sampler, 1), run(sampler, 1), run(sampler, 2)
     assert first == again and 0 <= later <= 1
     assert seen[0] == (list(range(6)), ("eval", 0, 1), 1.0, 1.0) and seen[2][1] == ("eval", 0, 2)
     args.eval_prompts = 0
-    eval.held_out(args, loaded[1])(loaded[0], 1)
+    eval.held_out(args, loaded[1])(sampler, 1)
     assert len(seen[-1][0]) == 20
     args.eval_every = 0
     assert eval.held_out(args, loaded[1]) is None

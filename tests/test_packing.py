@@ -195,14 +195,17 @@ def test_micro_batches(budget):
 
 
 def test_tokens():
-    """Rows, ids, sampler's log-probabilities and weights of the tokens that a mask keeps."""
+    """Rows, ids, log-probabilities and weights of the tokens that a mask keeps."""
     from rollout import Rollout
     rollouts = [Rollout(i, [1], ids, -torch.arange(len(ids)) - 10.0 * i, None, True, "")
                 for i, ids in enumerate([[5, 6, 7], [8], [9, 4]])]
+    rollouts[2].old = torch.tensor([7.0, 8.0])  # of another engine's rollout
     masks = [torch.tensor(m, dtype=torch.bool) for m in ([1, 0, 1], [1], [0, 1])]
     weights = {0: torch.tensor([1.0, 2, 3]), 1: torch.zeros(3), 2: torch.tensor([4.0, 5, 0])}
-    row, label, old, weight, keep = packing.tokens([2, 0], rollouts, masks, weights, "cpu")
+    row, label, old, sampled, weight, keep = packing.tokens(
+        [2, 0], rollouts, masks, weights, "cpu")
     assert row.tolist() == [2, 0, 0] and label.tolist() == [4, 5, 7]
-    assert old.tolist() == [-21, 0, -2] and weight.tolist() == [5, 1, 3]
+    assert old.tolist() == [8, 0, -2] and sampled.tolist() == [-21, 0, -2]
+    assert weight.tolist() == [5, 1, 3]
     assert keep.tolist() == [False, True, True, False, True]
-    assert [len(x) for x in packing.tokens([], rollouts, masks, weights, "cpu")] == [0] * 5
+    assert [len(x) for x in packing.tokens([], rollouts, masks, weights, "cpu")] == [0] * 6
