@@ -50,10 +50,8 @@ def add_args(parser):
 def check(args, error):
     if args.group < 2:
         error(f"--group {args.group}: an advantage compares siblings; it takes 2 or more")
-    if not (0 < args.eps_low <= 1 and args.eps_high > 0):
-        error("--eps_low must lie in (0, 1], --eps_high must be positive")
-    if 0 < args.tis < 1:
-        error(f"--tis {args.tis}: must be 0, or 1 or more")
+    if not (0 < args.eps_low <= 1 and args.eps_high > 0) or 0 < args.tis < 1:
+        error("--eps_low must lie in (0, 1], --eps_high be positive, --tis be 0 or at least 1")
 # ==== end ====
 
 
@@ -123,6 +121,9 @@ def main(args, bar=None):
                     micro, rollouts, masks, weights, device)  # (n,) each
                 hidden = packing.response_hidden(model, micro, prompts, responses, pack)[keep]
                 # ==== the algorithm's own: the loss of a token ====
+                tis = losses.importance_weight(old, sampled, args.tis) if args.tis else 1.0
+                gain = advantages.to(device)[row] * tis  # w min(rho A, ..) = min(rho w A, ..)
+                common.tally(sums, is_weight=tis)
                 if args.kl_coef:
                     with torch.no_grad():
                         base_hidden = packing.response_hidden(
@@ -130,14 +131,10 @@ def main(args, bar=None):
 
                 def token_loss(logits, at):  # (c, V) of the tokens `at`, (c,) -> (c,)
                     logprobs = losses.token_logprobs(logits, label[at])
-                    given = (logprobs[:, None], old[at, None], advantages.to(device)[row[at]],
+                    given = (logprobs[:, None], old[at, None], gain[at],
                              torch.ones_like(old[at, None]), args.eps_low, args.eps_high)
                     loss = losses.policy_gradient_loss(*given)[:, 0]  # a row is one token here
                     common.tally(sums, clip_frac=losses.clipped_tokens(*given))
-                    if args.tis and args.rollout == "vllm":  # sampled by a neighbour of p_old
-                        ratio = losses.importance_weight(old[at], sampled[at], args.tis)
-                        common.tally(sums, is_weight=ratio)
-                        loss = loss * ratio
                     if args.kl_coef:
                         with torch.no_grad():
                             base_logprobs = losses.token_logprobs(
