@@ -6,6 +6,7 @@ A plain batch runs [prompt, response] for each of the G siblings of a prompt, an
   Shared prompts. Siblings become one row [prompt, response 1, .., response G]. Position ids restart
   at len(prompt) for each response and a mask lets a response see the prompt and itself. So a token
   attends to the tokens, at the positions, that it would have in a row of its own: same numbers.
+  Prompts that begin alike, as the teacher's do, become a tree: the beginning, the rest of each.
 
   Chunked heads. The loss of a token takes the logits of that token alone. `head_loss` runs
   hidden states -> lm_head -> loss -> gradient for some hundred tokens at a time and keeps the
@@ -16,6 +17,7 @@ Legend: S rows after packing, L their length, n response tokens of a micro-batch
 row, without padding, c tokens of a chunk, D hidden size, V vocabulary.
 """
 import contextlib
+import os
 
 import torch
 import torch.distributed as dist
@@ -34,51 +36,82 @@ def compute(model):
 
 # ---- from rows to hidden states ------------------------------------------------------------------
 
-def layout(prompts, responses, pack, device="cpu"):
+def families(prompts):
+    """Prompts that begin alike: {row: token ids} -> [(shared, branches)], how many first tokens the
+    prompts of a family have in common, half of the shorter of two or more, and its rows, a list for
+    each distinct prompt. The teacher's prompts for one question differ in their demonstration."""
+    branches, found = {}, []
+    for row, prompt in prompts.items():
+        branches.setdefault(tuple(prompt), []).append(row)
+    for prompt, rows in branches.items():
+        for family in found:
+            start = os.path.commonprefix([family[0], prompt])
+            if 2 * len(start) >= min(len(family[0]), len(prompt)):
+                family[0] = start
+                family[1].append(rows)
+                break
+        else:
+            found.append([prompt, [rows]])
+    return [(len(start), rows) for start, rows in found]
+
+
+def layout(prompts, responses, pack, device="cpu", worth=float("inf")):
     """Lay rows out for one forward pass.
 
     prompts, responses: lists of token ids, one of each a row. Returns input_ids and position_ids
     (S, L); a boolean mask (S, 1, L, L), or None where it would be the causal one; and index (n,):
     where in the flattened (S * L) positions the prediction of each response token stands.
+    worth: how many pairs of tokens, masked ones too, are attended in the time of one token's other
+    layers. Long responses beside each other hide more pairs than a shared prompt saves tokens.
     """
-    members = {}  # of each distinct prompt: its rows
-    for i, prompt in enumerate(prompts):
-        members.setdefault(tuple(prompt) if pack else i, []).append(i)
-    shared = len(members) < len(prompts)
+    def size(family):
+        shared, branches = family
+        return shared + sum(len(prompts[rows[0]]) - shared for rows in branches) + sum(
+            len(responses[i]) - 1 for rows in branches for i in rows)
 
-    def size(rows):
-        return len(prompts[rows[0]]) + sum(len(responses[i]) - 1 for i in rows)
+    def cost(parts):
+        return sum(size(part) * (1 + size(part) / worth) for part in parts)
 
-    width = max(map(size, members.values()))
+    parts = []
+    for shared, branches in families(dict(enumerate(prompts))) if pack else []:
+        alike = [(len(prompts[rows[0]]), [rows]) for rows in branches]
+        alone = [(len(prompts[i]), [[i]]) for rows in branches for i in rows]
+        parts += min([(shared, branches)], alike, alone, key=cost)
+    parts = parts or [(len(prompt), [[i]]) for i, prompt in enumerate(prompts)]
+    together, width = len(parts) < len(prompts), max(map(size, parts))
     packed, places, segment = [], {}, 0
-    for rows in sorted(members.values(), key=size, reverse=True):
+
+    def put(ids, position, *above):  # a segment, which sees itself and those above it
+        nonlocal segment
+        segment += 1
+        seen = (segment, *above, segment, segment)[:3]
+        row.extend((token, position + k, *seen) for k, token in enumerate(ids))
+        return segment
+
+    for part in sorted(parts, key=size, reverse=True):
         # strangers share a row where both fit, so that little of it is padding
-        room = (s for s, row in enumerate(packed) if shared and len(row[0]) + size(rows) <= width)
+        room = (s for s, row in enumerate(packed) if together and len(row) + size(part) <= width)
         s = next(room, len(packed))
-        packed += [([], [], [], [])] if s == len(packed) else []
-        ids, positions, segments, roots = packed[s]
-        prompt, start = prompts[rows[0]], len(ids)
-        last, root, segment = start + len(prompt) - 1, segment, segment + 1
-        ids += prompt
-        positions += range(len(prompt))
-        segments += [root] * len(prompt)
-        for i in rows:
-            # the prompt's last position predicts token 1, that of token t - 1 predicts token t:
-            # the last token of a response predicts nothing and is no input
-            later = len(responses[i]) - 1
-            places[i] = [(s, last), *((s, p) for p in range(len(ids), len(ids) + later))]
-            ids += responses[i][:-1]
-            positions += range(len(prompt), len(prompt) + later)
-            segments += [segment] * later
-            segment += 1
-        roots += [root] * (len(ids) - start)
-    input_ids, position_ids, segment_ids, root_ids = (
-        torch.tensor([column + [pad] * (width - len(column)) for column in columns], device=device)
-        for columns, pad in zip(zip(*packed, strict=True), (0, 0, -1, -1), strict=True))
+        packed += [[]] if s == len(packed) else []
+        row, (shared, branches) = packed[s], part
+        root = put(prompts[branches[0][0]][:shared], 0)
+        end = len(row) - 1
+        for rows in branches:
+            prompt = prompts[rows[0]]
+            branch = put(prompt[shared:], shared, root)
+            last = len(row) - 1 if len(prompt) > shared else end
+            for i in rows:
+                # the prompt's last position predicts token 1, that of token t - 1 predicts token t:
+                # the last token of a response predicts nothing and is no input
+                places[i] = [(s, last), *((s, len(row) + k) for k in range(len(responses[i]) - 1))]
+                put(responses[i][:-1], len(prompt), branch, root)
+    padded = torch.tensor([row + [(0, 0, -1, -1, -1)] * (width - len(row)) for row in packed],
+                          device=device)  # (S, L, 5)
+    input_ids, position_ids, *segments = padded.unbind(-1)
     mask = None  # a lone response sees all before it; padding comes behind, so nobody sees it
-    if shared:  # a token sees what came before it of its own segment and of its prompt
-        key = segment_ids[:, None, :]
-        mask = (key == segment_ids[:, :, None]) | (key == root_ids[:, :, None])
+    if together:  # a token sees what came before it of its own segment and of those above
+        key, (own, branch, root) = segments[0][:, None, :], (x[:, :, None] for x in segments)
+        mask = (key == own) | (key == branch) | (key == root)
         mask = (mask & mask.new_ones(width, width).tril())[:, None]  # (S, 1, L, L)
     index = torch.tensor([s * width + p for i in range(len(prompts)) for s, p in places[i]])
     return input_ids, position_ids, mask, index.to(device)
@@ -93,8 +126,9 @@ def response_hidden(model, rows, prompts, responses, pack=True):
     which gives each weight a gradient of zero.
     """
     prompts, responses = ([x[i] for i in rows] or [[0]] for x in (prompts, responses))
+    worth = 6 * model.config.get_text_config().hidden_size  # a layer: 24 D^2 a token, 4 D a pair
     input_ids, position_ids, mask, index = layout(
-        prompts, responses, pack and model.can_pack, model.device)
+        prompts, responses, pack and model.can_pack, model.device, worth)
     with compute(model):
         states = model.states(input_ids=input_ids, position_ids=position_ids,
                               attention_mask=mask, use_cache=False)  # (S, L, D)
@@ -184,8 +218,10 @@ def micro_batches(rows, passes, responses, tokens_per_micro):
     depend on the split; time and memory do.
     """
     def cost(rows):
-        prompts = max(sum(map(len, {tuple(prompts[i]) for i in rows})) for prompts in passes)
-        return prompts + sum(len(responses[i]) for i in rows)
+        most = max(sum(shared + sum(len(prompts[branch[0]]) - shared for branch in branches)
+                       for shared, branches in families({i: prompts[i] for i in rows}))
+                   for prompts in passes)
+        return most + sum(len(responses[i]) for i in rows)
 
     def fit(rows):  # halve siblings until they fit
         if len(rows) == 1 or cost(rows) <= tokens_per_micro:

@@ -139,12 +139,12 @@ def teacher_messages(messages: list[dict], demonstration: str | None = None,
 
 def teacher_prompt_ids(encode: Callable[[list[dict]], list[int]], messages: list[dict],
                        demonstration: str | None, feedback: str | None,
-                       limit: int) -> tuple[list[int], bool]:
+                       limit: int) -> tuple[list[int] | None, bool]:
     """(token ids of the teacher's prompt, whether it was cut to `limit` tokens).
 
     A cut on the left would drop the question, one on the right the assistant header: the END of the
-    demonstration goes and, if none of it fits, the end of the feedback. Raises ValueError when the
-    question itself leaves no room for either.
+    demonstration goes and, if none of it fits, the end of the feedback. (None, True) where the
+    question itself leaves no room for either: nothing to learn from.
     """
     texts = [(demonstration or "").strip(), (feedback or "").strip()]
     ids = encode(teacher_messages(messages, *texts))
@@ -165,8 +165,7 @@ def teacher_prompt_ids(encode: Callable[[list[dict]], list[int]], messages: list
         ids = encode(teacher_messages(messages, *texts))
         if len(ids) <= limit and any(texts):
             return ids, True
-    raise ValueError(f"the question takes {len(ids)} tokens, the limit of a teacher prompt "
-                     f"(--max_teacher_prompt) is {limit}: no demonstration or feedback fits")
+    return None, True
 
 
 # ---- thinking ------------------------------------------------------------------------------------

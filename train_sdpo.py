@@ -67,8 +67,9 @@ def check(args, error):
             error(f"--{name} {getattr(args, name)}: must lie in [0, 1]")
     if args.group < 2 and args.feedback == "never":
         error("--group 1: demonstrations come from siblings; take 2 or more, or --feedback always")
-    if args.topk < 0 or args.restart_every < 0 or not args.is_clip > 0:
-        error("--topk, --restart_every: must not be negative; --is_clip: must be positive")
+    if args.topk < 0 or args.restart_every < 0 or not args.is_clip > 0 or args.mask_ratio == 1:
+        error("--topk, --restart_every: must not be negative; --is_clip: must be positive; "
+              "--mask_ratio: must be below 1")
     if args.restart_mix == "matched":
         if not (args.ema and args.restart_every):
             error("--restart_mix matched: takes its share from --ema and --restart_every")
@@ -79,9 +80,13 @@ def check(args, error):
     try:
         args.restart_mix = float(args.restart_mix)
     except ValueError:
-        error(f"--restart_mix {args.restart_mix}: must be a number in [0, 1], or matched")
+        args.restart_mix = -1.0
     if not 0 <= args.restart_mix <= 1:
-        error(f"--restart_mix {args.restart_mix}: must lie in [0, 1], or be matched")
+        error("--restart_mix: must be a number in [0, 1], or matched")
+    for flag, usual, other in (("tail", True, "topk"), ("restart_mix", 1, "restart_every"),
+                               ("teacher_init_mix", 1, "teacher_init")):
+        if getattr(args, flag) != usual and not getattr(args, other):
+            error(f"--{flag}: changes nothing without --{other}")
     if args.max_teacher_prompt < args.max_prompt + 64:
         error(f"--max_teacher_prompt {args.max_teacher_prompt}: must be --max_prompt + 64 or more, "
               "to hold the question, the headings and some of a demonstration")

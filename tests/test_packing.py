@@ -66,6 +66,38 @@ def test_layout():
     assert mask is None and ids.tolist() == [[1, 2, 3], [8, 0, 0]] and index.tolist() == [1, 2, 3]
 
 
+def test_layout_of_prompts_that_begin_alike():
+    """[1 2 3] -> [4 5], [1 2 6] -> [7], and [1 2] itself -> [8 9]: 1 2 once, then 3 4, 6, and 8."""
+    given = [[1, 2, 3], [1, 2, 6], [1, 2]], [[4, 5], [7], [8, 9]]
+    ids, positions, mask, index = packing.layout(*given, pack=True)
+    assert ids.tolist() == [[1, 2, 3, 4, 6, 8]] and positions.tolist() == [[0, 1, 2, 3, 2, 2]]
+    assert index.tolist() == [2, 3, 4, 1, 5]
+    assert mask[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0],
+        [1, 1, 0, 0, 1, 0], [1, 1, 0, 0, 0, 1]]
+    ids, _, mask, _ = packing.layout(*given, pack=True, worth=1e-9)  # as if pairs cost all the time
+    assert mask is None and len(ids) == 3
+    long = [list(range(9)), list(range(9))], [[1] * 20, [2] * 20]
+    shapes = [len(packing.layout(*long, pack=True, worth=w)[0]) for w in (10, 100)]
+    assert shapes == [2, 1]  # 47 tokens and 47^2 pairs, or 56 tokens and 2 x 28^2 pairs
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
+def test_a_tree_of_prompts_as_if_alone(kind):
+    net, draw = model(kind).double(), torch.Generator().manual_seed(1)
+    words = torch.randint(1, VOCAB, (60,), generator=draw).tolist()
+    prompts = [words[:12] + words[k:k + n] for k, n in ((20, 5), (30, 7), (20, 5), (40, 0))]
+    prompts += [words[40:49], words[40:46]]  # another family, one prompt the other's beginning
+    responses = [words[50 - k:52 + k] for k in range(6)]
+    with torch.no_grad():
+        packed = packing.head(net, packing.response_hidden(net, range(6), prompts, responses))
+        plain = packing.head(net, packing.response_hidden(net, range(6), prompts, responses, False))
+    tokens = packing.layout(prompts, responses, True)[0]
+    assert tokens.numel() < sum(map(len, prompts)) + sum(map(len, responses)) - 6
+    error = (packed - plain).norm() / plain.norm()
+    assert error < (1e-9 if kind == "gpt2" else 1e-6)  # the others' norms are float32
+
+
 def test_no_row():
     """The dummy token joins the collectives and gives each weight a gradient, of zero."""
     net = model("llama")
