@@ -3,6 +3,7 @@
     python tools/plot.py demo FOLDER           # what make demo ran
     python tools/plot.py learning FOLDER       # what runs/learning.sh ran
     python tools/plot.py continual FOLDER      # one run of continual.py
+    python tools/plot.py findings FOLDER       # a verdict on every finding: results/PLAN.md
     python tools/plot.py paper FOLDER          # every figure, into FOLDER/figures
 
 `paper` reads FOLDER/METHOD-bBASE-sSEED[-TASK]/ as runs/laptop.sh leaves them: continual.json, the
@@ -15,6 +16,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools import findings
 from tools import plot_runs as draw
 from tools.plot_paper import FIGURES
 
@@ -95,7 +97,8 @@ def paper(folder):
             print(f"{name}.png is left out: {missing}")
 
 
-COMMANDS = {"demo": demo, "learning": learning, "continual": continual, "paper": paper}
+COMMANDS = {"demo": demo, "learning": learning, "continual": continual, "paper": paper,
+            "findings": lambda folder: print(findings.table(folder))}
 
 if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[1] not in COMMANDS:
