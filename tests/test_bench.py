@@ -52,11 +52,18 @@ def test_flops_are_those_that_torch_counts():
     linear += 2 * 32 * 48 * 12  # the head's weight gradient: torch does not count addmm_
     mask = packing.layout(prompts[:3], responses[:3], pack=True)[2]
     packed = bench_workers.siblings(range(5), prompts, responses)
-    assert packed == [(7, [4, 2, 6]), (5, [1, 9])]
+    assert packed == [(7, 0, [4, 2, 6]), (5, 0, [1, 9])]
     found = bench.flops(model.config, packed, packed[:1], packed[1:])
     pairs = 4 * 2 * 4 * 8 * int(mask.sum())  # 4 FLOPs x layers x heads x head size
     assert found["student"] == linear + 3 * pairs
     assert found["sampling"] == found["student"] / 3 + found["teacher"]
+    prompts = [[1] * 7, [1] * 6 + [4, 5]]
+    mask = packing.layout(prompts, [[3, 3], [3]], pack=True)[2]
+    tree = bench_workers.siblings(range(2), prompts, [[3, 3], [3]])
+    assert tree == [(7, 0, [2]), (8, 6, [1])]
+    each = (linear - 3 * 2 * 32 * 48 * 12) // (7 + 3 + 1 + 5)  # of a token, but for the head
+    wanted = each * mask.shape[-1] + 3 * 2 * 32 * 48 * 3 + 3 * 4 * 2 * 4 * 8 * int(mask.sum())
+    assert bench.flops(model.config, tree, tree)["student"] == wanted
 
 
 def test_slope():

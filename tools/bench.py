@@ -64,8 +64,9 @@ def flops(config, sampled, learned, taught=None):
     """Matmul FLOPs that a packed step of a Llama must do: {part: FLOPs}.
 
     sampled, learned, taught: what the sampler, the student and the teacher read, each a list of
-    (length of a distinct prompt, [lengths of its responses]). A multiply-add is 2, a backward pass
-    twice its forward pass. What a mask hides is not counted, nor anything twice.
+    (length of a distinct prompt, how many of its first tokens another one has, [lengths of its
+    responses]). A multiply-add is 2, a backward pass twice its forward pass. What a mask hides is
+    not counted, nor anything twice.
     """
     d, heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
     size = getattr(config, "head_dim", None) or d // heads
@@ -73,10 +74,10 @@ def flops(config, sampled, learned, taught=None):
                         + 3 * d * config.intermediate_size)  # those that a token meets
 
     def forward(packed):  # the last token of a response is no input
-        inputs = sum(p + sum(t - 1 for t in row) for p, row in packed)
-        pairs = sum(p * (p + 1) // 2 + sum((t - 1) * p + t * (t - 1) // 2 for t in row)
-                    for p, row in packed)
-        head = d * config.vocab_size * sum(sum(row) for _, row in packed)
+        inputs = sum(p - shared + sum(t - 1 for t in row) for p, shared, row in packed)
+        pairs = sum((p * (p + 1) - shared * (shared + 1)) // 2
+                    + sum((t - 1) * p + t * (t - 1) // 2 for t in row) for p, shared, row in packed)
+        head = d * config.vocab_size * sum(sum(row) for *_, row in packed)
         return 2 * weights * inputs + 4 * layers * heads * size * pairs + 2 * head
     return {"sampling": forward(sampled), "teacher": forward(taught or []),
             "student": 3 * forward(learned)}

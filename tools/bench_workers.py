@@ -114,11 +114,12 @@ def pass_of():
 
 
 def siblings(rows, prompts, responses):
-    """[(length of a distinct prompt, [lengths of its responses])] of some rows."""
-    found = {}
-    for i in rows:
-        found.setdefault(tuple(prompts[i]), []).append(len(responses[i]))
-    return [(len(prompt), lengths) for prompt, lengths in found.items()]
+    """[(length of a distinct prompt, tokens it shares with one before, [lengths of its responses])]
+    of some rows."""
+    import packing
+    return [(len(prompts[branch[0]]), shared if k else 0, [len(responses[i]) for i in branch])
+            for shared, branches in packing.families({i: prompts[i] for i in rows})
+            for k, branch in enumerate(branches)]
 
 
 def ours(args, folder, turns):
@@ -153,7 +154,7 @@ def ours(args, folder, turns):
         return micro(rows, passes, responses, budget)
 
     def log_line(*values):
-        turns.end(flops=flops(config, **step), tokens=sum(sum(row) for _, row in step["sampled"]))
+        turns.end(flops=flops(config, **step), tokens=sum(sum(row) for *_, row in step["sampled"]))
         return line(*values)
     batches.batch = lambda *values: (turns.begin(), batch(*values))[1]
     batches.load_rows = lambda run, task, tokenizer: batches.fitting(
