@@ -1,11 +1,5 @@
 """Evaluation: n samples for every prompt of every benchmark, scored, with an honest error.
 
-    mean@n   mean reward of all samples; its standard error is over prompts, since the samples of
-             one prompt are not independent
-    pass@k   chance that one of k samples is right, unbiased: 1 - C(n-c, k) / C(n, k) for a prompt
-             with c of n right (arXiv:2107.03374)
-    maj@n    reward of the answer that most samples of a prompt give; tied answers share
-
     python eval.py --tiny --baseline tiny --model runs/x/ckpt-000060
     python eval.py --model DIR --tasks aime24,math500 --n 16 --out eval.json
     torchrun --nproc_per_node 8 eval.py --baseline Qwen/Qwen3-4B --model DIR OTHER --tasks paper
@@ -16,17 +10,14 @@ more model on the same prompts under the same settings, and adds relative gain a
 import json
 import os
 import time
-from collections import Counter
-from math import comb
 from pathlib import Path
-
-import torch
 
 import checkpoint
 import common
 import data
 import rollout
 from data import batches
+from data.scores import compare, summary
 
 TINY = dict(model=["tiny"], tasks="tiny", n=8, max_new=64, max_prompt=160, limit=128,
             rollout="hf")
@@ -52,48 +43,6 @@ def evaluate(sampler, task, rows, n, max_new, key, temperature, top_p):
     return [record for _, record in sorted(common.gather(records), key=lambda pair: pair[0])]
 
 
-def summary(records):
-    """The numbers of one benchmark, as fractions; the README's glossary explains them."""
-    n, prompts = len(records[0]["rewards"]), len(records)
-    means = torch.tensor([sum(r["rewards"]) / n for r in records], dtype=torch.float64)
-    right = [sum(x == 1 for x in r["rewards"]) for r in records]
-
-    def share(name, test):
-        return sum(test(x) for r in records for x in r[name]) / (n * prompts)
-
-    return {"mean": means.mean().item(), "prompts": prompts, "n": n,
-            "se": (means.std() / prompts**0.5).item() if prompts > 1 else None,
-            "pass": {str(k): sum(pass_at_k(n, c, k) for c in right) / prompts
-                     for k in sorted({1, 2, 4, 8, 16, 32, 64, n}) if k <= n},
-            "maj": sum(majority(r["answers"], r["rewards"]) for r in records) / prompts,
-            "length": share("lengths", float),
-            "unreadable": sum(r.get("gold", 1) != 1 for r in records),
-            "frac_truncated": share("finished", lambda finished: not finished),
-            "frac_answered": share("answers", lambda answer: answer is not None)}
-
-
-def pass_at_k(n, c, k):
-    """Chance that k of n samples, drawn without replacement, hold one of the c right ones."""
-    return 1 - comb(n - c, k) / comb(n, k)
-
-
-def majority(answers, rewards):
-    """Mean reward of the most frequent answer, over all where several tie; 0 without any."""
-    votes = Counter(answer for answer in answers if answer is not None)
-    winners = {answer for answer in votes if votes[answer] == max(votes.values())}
-    own = [reward for answer, reward in zip(answers, rewards, strict=True) if answer in winners]
-    return sum(own) / len(own) if own else 0.0
-
-
-def compare(score, base):
-    """Change against a baseline: absolute, relative, and the latter's two halves, gain and
-    forgetting. The relative ones are None where the base scores 0: unknown is not 0."""
-    relative = (score - base) / base if base else None
-    return {"difference": score - base, "relative": relative,
-            "gain": None if relative is None else max(relative, 0.0),
-            "forgetting": None if relative is None else max(-relative, 0.0)}
-
-
 # ---- within a run --------------------------------------------------------------------------------
 
 def held_out(args, tokenizer):
@@ -101,11 +50,12 @@ def held_out(args, tokenizer):
     of the task that is trained, or None where --eval_every is 0."""
     if not args.eval_every:
         return None
-    task, sources = data.TASKS[args.task], [args.eval_data] if args.eval_data else [
-        source for _, source, _, _, domain in data.BENCHMARKS.values()
-        if domain == args.task and (source == "tiny") == (args.data == "tiny")]
-    rows = [row for source in sources
-            for row in read(task, source, "test", tokenizer, args, args.eval_prompts)]
+    task, sources = data.TASKS[args.task], [(args.eval_data, "test")] if args.eval_data else [
+        (source, split) for _, source, split, _, domain in data.BENCHMARKS.values()
+        if domain == args.task and (source == "tiny") == (args.tiny or args.data == "tiny")]
+    rows = [row for source, split in sources
+            for row in read(task, source, split, tokenizer, args, args.eval_prompts,
+                            hint="; choose the held-out rows with --eval_data, or --eval_every 0")]
     if not rows:
         common.fail(f"--task {args.task}: no benchmark of its own; give --eval_data or "
                     "--eval_every 0")
@@ -124,12 +74,12 @@ def best(state, line):
     return state
 
 
-def read(task, source, split, tokenizer, args, limit):
+def read(task, source, split, tokenizer, args, limit, hint=""):
     """Rows of a benchmark whose prompt fits; exits with 2 and the reason where there are none."""
     try:
         rows = task.load(source, split, limit=limit or None, seed=args.seed)
     except ValueError as error:
-        common.fail(f"{source}: {error}")
+        common.fail(f"{source}: {error}{hint}")
     kept = batches.fitting(rows, task, tokenizer, args)
     if not kept:
         common.fail(f"{source}: none of {len(rows)} prompts has --max_prompt {args.max_prompt} "

@@ -18,6 +18,7 @@ import common
 import data
 import eval
 import rollout
+from data.scores import majority, pass_at_k
 
 ROWS = Path(__file__).parent / "rows" / "cases.jsonl"
 CASES = {case["id"]: case for case in map(json.loads, ROWS.open())}
@@ -50,9 +51,9 @@ def test_pass_at_k(n):
     """Over all sets of k of n samples; and the naive 1 - (1 - c/n)^k is something else."""
     for c, k in itertools.product(range(n + 1), range(1, n + 1)):
         sets = list(itertools.combinations([1] * c + [0] * (n - c), k))
-        assert eval.pass_at_k(n, c, k) == pytest.approx(sum(map(any, sets)) / len(sets))
-    assert eval.pass_at_k(4, 2, 2) != pytest.approx(1 - 0.5**2)
-    assert eval.pass_at_k(10**4, 1, 5000) == pytest.approx(0.5)  # no overflow
+        assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, sets)) / len(sets))
+    assert pass_at_k(4, 2, 2) != pytest.approx(1 - 0.5**2)
+    assert pass_at_k(10**4, 1, 5000) == pytest.approx(0.5)  # no overflow
 
 
 @pytest.mark.parametrize("answers, rewards, wanted", [
@@ -63,7 +64,7 @@ def test_majority(answers, rewards, wanted):
     """By hand, - for no answer. The order of samples does not matter."""
     answers = [None if a == "-" else a for a in answers]
     for order in itertools.permutations(range(len(rewards))):
-        assert eval.majority([answers[i] for i in order],
+        assert majority([answers[i] for i in order],
                              [rewards[i] for i in order]) == pytest.approx(wanted)
 
 
@@ -278,10 +279,22 @@ def test_held_out(models, monkeypatch):
     assert eval.held_out(args, loaded[1]) is None
 
 
+def test_case_S26_the_gap_between_training_and_held_out_prompts_is_flagged():
+    given, state = CASES["S26"]["input"], {}
+    line = {"artifact": 0.0, "boxed": 1.0, "jsd": 0.1, "skipped": False, "grad_norm": 1.0}
+    told = [common.watch(state, {**line, "step": i, "reward": train, "eval": held_out})
+            for i, (train, held_out) in enumerate(zip(given["train"], given["val"], strict=True))]
+    (warning,) = sum(told, [])
+    assert "risen by 0.40, and fallen on held-out prompts, from 0.500 to 0.400" in warning
+    state = {}  # both rise
+    assert not any(common.watch(state, {**line, "step": i, "reward": r, "eval": r})
+                   for i, r in enumerate(given["train"]))
+
+
 def test_watch():
     """S24: an update too small to matter is said once; so is each other collapse."""
     line = dict(step=0, reward=0.5, artifact=0.1, boxed=1.0, jsd=0.1, grad_norm=1.0, loss=0.1,
-                skipped=False)
+                skipped=False, eval=None)
     state = {}
     for step in range(1, 13):
         told = common.watch(state, {**line, "step": step, "grad_norm": 1e-5})

@@ -209,7 +209,8 @@ def mutate(fault):
 def die(kill):
     """SIGKILL when the point is reached for the n-th time."""
     modules = {"log_line": common, "write": common.Log, "save_file": checkpoint,
-               "rename": os, "save": checkpoint, "rmtree": checkpoint.shutil}
+               "rename": os, "save": checkpoint, "rmtree": checkpoint.shutil,
+               "write_json": common}
     left = [kill["nth"]]
 
     def around(original, *args, **kwargs):
