@@ -8,15 +8,15 @@
 # They are called METHOD-bBASE-sSEED, with -TASK behind it where that is the only stage.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export OMP_NUM_THREADS=1
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 # ---- settings: all that a part depends on; what is set outside wins (runs/paper.sh does that) ----
 : "${BASES=0 1}" "${SEEDS=0 1 2 3 4}" "${JOBS=2}" "${RESULTS=results/laptop}" "${WORK=runs/laptop}"
-: "${ORDER=math,science,tooluse,coding}" "${REORDER=tooluse,math,science,coding}" "${STEPS=60,60,60,24}"
-: "${STEPS_ONE=60}" "${STEPS_CODING=24}" # of a run of one stage; as in STEPS
-: "${GRPO_LR=1e-4}" "${SDPO_LR=1e-4}"    # grpo-equal takes SDPO's
+: "${ORDER=math,science,tooluse,coding}" "${REORDER=tooluse,math,science,coding}" "${STEPS=40,40,40,20}"
+: "${STEPS_ONE=40}" "${STEPS_CODING=20}" # of a run of one stage; as in STEPS
+: "${GRPO_LR=1e-4}" "${SDPO_LR=3e-4}"    # grpo-equal takes SDPO's
 : "${TRAIN=--tiny --quiet --eval_every 0 --save_every 20 --keep 1}"
-: "${EVAL=--tasks tiny --n 8 --limit 128}" "${DRIFT=--tiny --n 16 --limit 32}"
+: "${EVAL=--tasks tiny --n 4 --limit 128}" "${DRIFT=--tiny --n 16 --limit 32}"
 : "${SEQUENCES=grpo grpo-equal sdpo sdpo-ema5 sdpo-hard sdpo-cot sdpo-ema5-mask sdpo-ema5-reorder}"
 # what begins a sequence is no run of its own: the figures of one task take its first stage
 : "${SINGLES=sdpo-ema0.5:math sdpo-ema1:math sdpo-ema2:math sdpo-matched:math
@@ -25,8 +25,8 @@ export OMP_NUM_THREADS=1
   sdpo:coding grpo:science grpo:tooluse grpo:coding}"
 : "${MODEL=}" "${PYTHON=.venv/bin/python}" "${LAUNCH=$PYTHON}" # MODEL: the only base, at paper scale
 case ${1-} in
---quick) BASES=0 SEEDS=0 RESULTS=results/quick WORK=runs/quick STEPS=20,20,20,8 STEPS_ONE=20
-  STEPS_CODING=8 EVAL="--tasks tiny --n 4 --limit 48" DRIFT="--tiny --n 4 --limit 12" ;;
+--quick) BASES=0 SEEDS=0 RESULTS=results/quick WORK=runs/quick STEPS=30,30,30,12 STEPS_ONE=30
+  STEPS_CODING=12 EVAL="--tasks tiny --n 4 --limit 48" DRIFT="--tiny --n 4 --limit 12" ;;
 --smoke) BASES=0 SEEDS=0 ORDER=math,science STEPS=1 SEQUENCES="grpo sdpo" SINGLES='' SDPO_LR=1e-3
   TRAIN="--tiny --quiet --eval_every 0 --prompts 4 --group 4 --updates 1"
   EVAL="--tasks tiny_math,tiny_science,tiny_logic --n 2 --limit 4"
@@ -37,7 +37,8 @@ export EVAL DRIFT MODEL PYTHON LAUNCH
 
 flags() { # of a method
   case $1 in
-  grpo*) echo --algorithm grpo ;;
+  grpo) echo --algorithm grpo ;;
+  grpo-equal) echo --algorithm grpo --updates 1 ;; # as many steps as SDPO, of the same size
   sdpo) ;;
   sdpo-ema0.5) echo --ema 0.005 ;;
   sdpo-ema[125]) echo --ema "0.0${1#sdpo-ema}" ;;
@@ -91,14 +92,18 @@ part() { # the runs of a seed; the long ones first, so that no core waits for th
   echo "part $1: $(((SECONDS - began) / 60)) min $(((SECONDS - began) % 60)) s" | tee -a "$RESULTS/times.txt"
 }
 
-mkdir -p "$RESULTS" "$WORK"
-if [ "${1-}" = one ]; then # what it prints goes to a file; if it fails, its end to the screen
-  text=$WORK/$2.txt
-  exec 3>&1 4>&2 >"$text" 2>&1
-  trap '[ $? = 0 ] || { echo "$text, failed:"; tail -n 5 "$text"; } >&4' EXIT
-  one "$2"
+main() { # read whole before it runs: the file may be edited meanwhile
+  mkdir -p "$RESULTS" "$WORK"
+  if [ "${1-}" = one ]; then # what it prints goes to a file; if it fails, its end to the screen
+    text=$WORK/$2.txt
+    exec 3>&1 4>&2 >"$text" 2>&1
+    trap '[ $? = 0 ] || { echo "$text, failed:"; tail -n 5 "$text"; } >&4' EXIT
+    one "$2"
+    exit
+  fi
+  case ${1-} in '' | --*) ;; *) SEEDS=$1 ;; esac
+  for seed in $SEEDS; do part "$seed"; done
+  $PYTHON tools/plot.py paper "$RESULTS"
   exit
-fi
-case ${1-} in '' | --*) ;; *) SEEDS=$1 ;; esac
-for seed in $SEEDS; do part "$seed"; done
-$PYTHON tools/plot.py paper "$RESULTS"
+}
+main "$@"
