@@ -141,7 +141,8 @@ def table(folder):
         value = {k: v for k, v in value.items() if np.isfinite(v)}
         cells = [finding, claim, name, f"{method} - {against or 0}", task or "any"]
         if len(value) < 2:
-            lines.append(f"| {' | '.join(cells)} | | {len(value)} | | | not run |")
+            word = "one pair" if value else "not run"
+            lines.append(f"| {' | '.join(cells)} | | {len(value)} | | | {word} |")
             continue
         mean, half = map(float, draw.interval(list(value.values())))
         bases = {b: np.mean([v for k, v in value.items() if k[0] == b]) for b, _ in sorted(value)}
