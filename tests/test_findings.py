@@ -61,6 +61,10 @@ def table(tmp_path_factory):
             for method in ("sdpo", "sdpo-cot"):
                 write(folder, f"{method}-b{base}-s{seed}-tooluse", {"tiny_tooluse": [0.4, 0.5]},
                       ["tooluse"])
+            write(folder, f"sdpo-ema5-b{base}-s{seed}-tooluse", {"tiny_tooluse": [0.4, 0.0]},
+                  ["tooluse"])  # a single stage is no match for a sequence in another order
+            write(folder, f"sdpo-ema5-reorder-b{base}-s{seed}", {
+                "tiny_math": [0.4, 0.4, 0.4, 0.4, 0.7]}, ["tooluse", "math", "science", "coding"])
     write(folder, "sdpo-b0-s9", {"tiny_math": [0.4, 0.0, 0, 0, 0]}, order)  # no pair, so no part
     return rows(findings.table(folder))
 
@@ -92,6 +96,10 @@ def test_one_method_alone_is_told_against_no_change(table):
 def test_bases_that_disagree_settle_nothing(table):
     _, _, bases, word = table["average", "sdpo - sdpo-ema5", "math"]
     assert bases == "0: +6.67, 1: -8.33" and word == "underpowered"
+
+
+def test_another_order_is_compared_with_whole_sequences(table):
+    assert table["final", "sdpo-ema5-reorder - sdpo-ema5", "any"][0] == "+5.00 [+5.00, +5.00]"
 
 
 def test_runs_of_one_stage_are_found_by_their_first_task(table):

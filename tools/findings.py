@@ -134,8 +134,9 @@ def table(folder):
     lines = ["| | claim | measure | compared | first task | effect [95%] | pairs | by base | "
              "smallest | verdict |", "|" + " --- |" * 10]
     for finding, claim, name, method, against, task, sign in ROWS:
-        a, b = ({k: run for (m, first), runs in found.items() if m == who and task in (first, None)
-                 for k, run in runs.items()} for who in (method, against))
+        a, b = ({k: run for (m, first), runs in found.items() for k, run in runs.items()
+                 if m == who and (first == task or (task is None and draw.several(run)))}
+                for who in (method, against))  # without a task: whole sequences in any order
         value = {k: measure(a[k], name) - (measure(b[k], name) if against else 0)
                  for k in sorted(a) if k in b or not against}
         value = {k: v for k, v in value.items() if np.isfinite(v)}
