@@ -208,11 +208,17 @@ def test_sequence_shows_stages_and_what_was_never_trained(runs):
     assert bars["GRPO"].patches[0].get_height() == pytest.approx(np.mean(logic))
 
 
-def test_a_change_from_zero_is_undefined(runs):
-    run = json.loads(json.dumps({"R": of(runs, "grpo", "math")[0]["R"]}))
-    run["R"]["tiny_logic"][0]["mean"] = 0.0
-    assert np.isnan(plot_runs.change(run, 4, ["tiny_logic"])).all()
-    assert np.isfinite(plot_runs.change(run, 4, ["tiny_math"])).all()
+def test_a_change_from_zero_is_undefined_and_says_so(runs):
+    nothing = json.loads(json.dumps([run["R"] for run in runs]))
+    for row in nothing:
+        row["tiny_logic"][0]["mean"] = 0.0
+    runs = [{**run, "R": row} for run, row in zip(runs, nothing)]
+    assert np.isnan(plot_runs.change(runs[0], 1, ["tiny_logic"])).all()
+    axis = plot_paper.sequence(runs).axes[-1]
+    bars = [c.patches for c in axis.containers if hasattr(c, "patches")]
+    assert np.isnan([logic.get_height() for logic, _ in bars]).all()
+    assert all(knowledge.get_height() < 0 for _, knowledge in bars)
+    assert [text.get_text() for text in axis.texts] == [" base has 0"] * len(bars)
 
 
 def test_weights_by_type_and_by_stage(runs):

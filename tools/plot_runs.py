@@ -190,6 +190,8 @@ def bars(axis, names, cells):
         for mark, base in zip("oD^sv", bases, strict=False):
             axis.plot(x, base, mark, color="k", markersize=2.5, markerfacecolor="w",
                       markeredgewidth=0.5)
+        for place in x[np.isnan(mean)]:
+            axis.text(place, 0, " base has 0", rotation=90, ha="center", va="bottom", fontsize=7)
     axis.axhline(0, color="0.2", linewidth=0.6)
     axis.set_xticks(range(len(names)), [title(name) for name in names])
 
