@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -48,7 +48,7 @@ def load_model(name, dtype=torch.float32):
         tokenizer = AutoTokenizer.from_pretrained(path, **gguf)
         model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, **gguf)
     except (OSError, ValueError) as error:
-        fail(f"--model {name}: {str(error).strip().splitlines()[0]}")
+        fail(f"no model {name}: {str(error).strip().splitlines()[0]}")
     if gguf:  # de-quantised, but it refuses to be saved: move the weights into one that does not
         weights, generation, config = model.state_dict(), model.generation_config, model.config
         del config.quantization_config
@@ -82,28 +82,36 @@ def save(args, step, model, tokenizer, optimizer, teacher, state):
     moved = teacher is not None and teacher.last_changed > 0  # else it is still that of the start
     average = _wholes(_kept(teacher.model)) if moved else {}
     if rank() == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-        (aside / "trainer").mkdir(parents=True)
-        model.save_pretrained(aside, state_dict=weights)
-        tokenizer.save_pretrained(aside)
-        save_file(moments, aside / "trainer" / "optimizer.safetensors")
-        save_file(average, aside / "trainer" / "teacher.safetensors")
-        state = {**state, "step": step, "teacher_changed": teacher.last_changed if moved else 0}
-        (aside / "trainer" / "state.json").write_text(json.dumps(state))
-        files = sorted(path for path in aside.rglob("*") if path.is_file())
-        manifest = {str(p.relative_to(aside)): [p.stat().st_size, _sha256(p)] for p in files}
-        (aside / "manifest.json").write_text(json.dumps(manifest, indent=1))
-        for path in (*files, aside / "manifest.json", aside / "trainer", aside):
-            _flush(path)
-        if folder.exists():  # broken, or of a run that was resumed from an older one
-            shutil.rmtree(folder)
-        os.rename(aside, folder)
-        _flush(out)
-        for old in sorted(out.glob("ckpt-*/trainer"))[:-args.keep]:
-            if old.parent.name != f"ckpt-{state.get('best_step', -1):06d}":
-                shutil.rmtree(old)
+        try:
+            _write(args, folder, aside, model, tokenizer, weights, moments, average, {
+                **state, "step": step, "teacher_changed": teacher.last_changed if moved else 0})
+        except (OSError, SafetensorError) as error:  # disk full, read-only
+            shutil.rmtree(aside, ignore_errors=True)
+            fail(f"{folder}: cannot be written ({error}); the older checkpoints are whole")
     if dist.is_initialized():
         dist.barrier()
+
+
+def _write(args, folder, aside, model, tokenizer, weights, moments, average, state):
+    shutil.rmtree(aside, ignore_errors=True)
+    (aside / "trainer").mkdir(parents=True)
+    model.save_pretrained(aside, state_dict=weights)
+    tokenizer.save_pretrained(aside)
+    save_file(moments, aside / "trainer" / "optimizer.safetensors")
+    save_file(average, aside / "trainer" / "teacher.safetensors")
+    (aside / "trainer" / "state.json").write_text(json.dumps(state))
+    files = sorted(path for path in aside.rglob("*") if path.is_file())
+    manifest = {str(p.relative_to(aside)): [p.stat().st_size, _sha256(p)] for p in files}
+    (aside / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    for path in (*files, aside / "manifest.json", aside / "trainer", aside):
+        _flush(path)
+    if folder.exists():  # broken, or of a run that was resumed from an older one
+        shutil.rmtree(folder)
+    os.rename(aside, folder)
+    _flush(folder.parent)
+    for old in sorted(folder.parent.glob("ckpt-*/trainer"))[:-args.keep]:
+        if old.parent.name != f"ckpt-{state.get('best_step', -1):06d}":
+            shutil.rmtree(old)
 
 
 def whole(tensor):

@@ -9,13 +9,17 @@ and a rank without a row adds zeros. `--fsdp on` shards weights, gradients and o
 import argparse
 import contextlib
 import datetime
+import fcntl
+import hashlib
 import importlib.util
 import json
 import os
 import platform
 import resource
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -37,7 +41,7 @@ ON_OFF = argparse.BooleanOptionalAction  # a flag that is on, and --no-flag
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 # what may change when a run is resumed: how far and how fast it goes, never what it computes
 FREE = {"resume", "out", "steps", "eval_every", "save_every", "keep", "tokens_per_micro", "quiet",
-        "vllm_memory", "tp"}
+        "vllm_memory", "tp", "plan", "gpu_gb", "wandb"}
 # the means that every log line holds; null where nothing was counted
 MEANS = ("reward", "loss", "jsd", "entropy", "teacher_entropy", "kl_ref", "length", "artifact",
          "boxed", "frac_truncated", "frac_distilled", "frac_cut", "frac_think", "frac_zero_adv",
@@ -144,6 +148,8 @@ def add_run_args(parser, lr, updates):
     add("--tokens_per_micro", type=count, default=16384, help="tokens in one forward pass")
     add("--no_pack", action="store_true", help="the plain path: siblings share no prompt")
     add("--checkpoint_activations", action="store_true", help="recompute them (CUDA FSDP: always)")
+    add("--plan", action="store_true", help="print what the run takes, and whether it fits")
+    add("--gpu_gb", type=real, default=0.0, help="with --plan: a GPU's memory (0: this machine's)")
     add = parser.add_argument_group("run folder").add_argument
     add("--out", help="log, samples, checkpoints (default: runs/SCRIPT-TASK-DATE)")
     add("--resume", metavar="DIR", help="go on with the run in DIR, from its newest checkpoint")
@@ -155,6 +161,7 @@ def add_run_args(parser, lr, updates):
     add("--save_every", type=whole, default=10, help="steps between checkpoints (0: only the last)")
     add("--keep", type=count, default=2, help="trainer states to keep; model folders all stay")
     add("--quiet", action="store_true", help="no progress bar")
+    add("--wandb", metavar="PROJECT", help="send the lines of log.jsonl to Weights & Biases too")
 
 
 def add_rollout_args(add):
@@ -195,6 +202,12 @@ def parse(parser, argv, tiny, check):
     if args.data is None:
         parser.error(f"--task {args.task}: has no training set of its own; name one with --data")
     require_files(parser, args, "model", "data", "eval_data", "teacher_init")
+    if args.dtype != "auto" and DTYPES[args.dtype].itemsize > DTYPES[args.param_dtype].itemsize:
+        parser.error(f"--dtype {args.dtype}: is wider than --param_dtype {args.param_dtype}")
+    if args.gpu_gb and not args.plan:
+        parser.error("--gpu_gb: changes nothing without --plan")
+    if args.wandb and importlib.util.find_spec("wandb") is None:
+        parser.error("--wandb: wandb is not installed: pip install wandb")
     check(args, parser.error)
     for name in sorted(old.keys() - FREE):
         if getattr(args, name) != old[name]:
@@ -206,6 +219,9 @@ def parse(parser, argv, tiny, check):
                      "another folder")
     args.out = args.resume or args.out or (
         f"runs/{Path(parser.prog).stem}-{args.task}-{datetime.datetime.now():%m%d-%H%M%S}")
+    if args.plan:
+        from tools import plan  # a tool, but one to run before the script
+        parser.exit(plan.show(args) if rank() == 0 else None)
     return args
 
 
@@ -234,6 +250,28 @@ def setup(args):
     return device
 
 
+_asked = []  # the signals that asked this process to stop
+
+
+def _ask_to_stop(number, frame):
+    signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
+    _asked.append(number)
+
+
+def asked_to_stop():
+    """Whether a rank has got SIGTERM, as before pre-emption, or SIGINT, from Ctrl-C."""
+    return all_sum([len(_asked)])[0] > 0
+
+
+def leave(args, step):
+    """Exit with 0 after a step that was saved, and say how to go on."""
+    command = " ".join(sys.argv) if "train" not in Path(sys.argv[0]).name else (
+        f"{sys.argv[0]} --resume {args.out}")
+    if rank() == 0:
+        print(f"stopped after step {step}, which is saved; go on with: {command}", file=sys.stderr)
+    raise SystemExit(0)
+
+
 def all_sum(values):
     """Sums of a list of numbers over the ranks, in float64."""
     device = "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
@@ -252,23 +290,30 @@ def gather(items):
     return [item for part in parts for item in part]
 
 
+def fills(model, room):
+    """Whether --fsdp auto shards: weights, gradients, two moments, teacher and reference would take
+    40% of a GPU of `room` bytes; activations and the key-value cache need the rest."""
+    return 6 * sum(p.numel() * p.element_size() for p in model.parameters()) > 0.4 * room
+
+
 def distribute(model, args, device, train=True):
     """Move a model to its device, say how it computes, and shard it where --fsdp asks for that.
 
-    auto shards where weights, gradients, two moments, teacher and reference would fill 40% of a
-    GPU: activations and the key-value cache need the rest. Sharded on CUDA, a model recomputes its
-    activations.
+    Sharded on CUDA, a model recomputes its activations.
     """
-    model, compute = model.to(device), DTYPES.get(args.dtype)
+    compute = DTYPES.get(args.dtype)
     if args.dtype == "auto":
         compute = torch.bfloat16 if device.type == "cuda" else model.dtype
     model.compute_dtype = compute if compute != model.dtype else None  # read by packing.compute
     shard = args.fsdp == "on"
     if args.fsdp == "auto" and world() > 1 and device.type == "cuda":
-        room = torch.cuda.get_device_properties(device).total_memory
-        shard = 6 * sum(p.numel() * p.element_size() for p in model.parameters()) > 0.4 * room
+        shard = fills(model, torch.cuda.get_device_properties(device).total_memory)
+    if not shard and model.device.type != device.type:  # FSDP moves the layers, one at a time
+        model.to(device)
     if train and (args.checkpoint_activations or (shard and device.type == "cuda")):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # the older name, up to transformers 5.20, takes what is the newer one's default
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        enable() if enable else model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()  # transformers recomputes in train mode alone; there is no dropout
     if shard:
         mesh = dist.device_mesh.init_device_mesh(device.type, (world(),))
@@ -370,10 +415,15 @@ def log_line(args, step, sums, norms, clock, sampled, teacher):
 
 
 def peak_memory_gb():
+    """Most memory held: of the GPU since the last call, or by this process ever."""
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB here
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30
+    status = Path("/proc/self/status").read_text()  # a child's ru_maxrss starts at its parent's
+    return int(status.split("VmHWM:")[1].split()[0]) / 2**20
 
 
 def watch(state, line):
@@ -393,6 +443,11 @@ def watch(state, line):
         found["boxed"] = f"{line['boxed']:.1f} \\boxed a response, {seen['boxed']:.1f} at the start"
     if line["jsd"] is not None and jsd < 0.01 * seen["jsd"]:
         found["jsd"] = f"jsd {jsd:.1e} has gone to 0 from {seen['jsd']:.1e}"
+    if line["eval"] is not None:
+        rise, seen["eval"] = line["reward"] - seen["reward"], seen["eval"] or line["eval"]
+        if rise > 0.1 and line["eval"] < seen["eval"] - 0.05:
+            found["gap"] = (f"reward has risen by {rise:.2f}, and fallen on held-out prompts, from "
+                            f"{seen['eval']:.3f} to {line['eval']:.3f}")
     if seen["idle"] >= 50:
         found["idle"] = "nothing to learn from in 50 steps"
     if seen["still"] >= 10:
@@ -408,12 +463,21 @@ class Log:
 
     def __init__(self, args, start, bar=None):
         self.out, self.state, self.last, self.own = Path(args.out), {}, None, bar is None
+        self.wandb = None
         self.bar = tqdm(total=args.steps, initial=start, unit="step",
                         disable=rank() > 0 or args.quiet) if self.own else bar
         if not self.own:
             bar.update(start)
+        main = threading.current_thread() is threading.main_thread()
+        self.before = {number: signal.signal(number, _ask_to_stop)
+                       for number in (signal.SIGTERM, signal.SIGINT) if main}
         if rank() == 0:
             self.out.mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.out / "lock", "w")  # noqa: SIM115, held as long as the run lives
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                fail(f"--out {self.out}: is in use by another process")
             for name in ("log.jsonl", "samples.jsonl"):  # forget what came after the checkpoint,
                 # and the end of the file where a kill left half a line
                 path = self.out / name
@@ -424,6 +488,11 @@ class Log:
                     watch(self.state, line)
                     self.last = line
             write_json(self.out / "config.json", describe(args))
+            if args.wandb:
+                import wandb  # a run folder is one run there, which --resume goes on with
+                name = hashlib.sha256(str(self.out.resolve()).encode()).hexdigest()[:16]
+                self.wandb = wandb.init(project=args.wandb, name=self.out.name, id=name,
+                                        resume="allow", config=vars(args), dir=self.out)
 
     def write(self, line, samples):
         self.last = line
@@ -432,6 +501,8 @@ class Log:
             for name, rows in (("log.jsonl", [line]), ("samples.jsonl", samples)):
                 with open(self.out / name, "a") as file:
                     file.write("".join(json.dumps(row) + "\n" for row in rows))
+            if self.wandb:
+                self.wandb.log(line, step=line["step"])
             for warning in watch(self.state, line):
                 self.warn(f"collapse watch: {warning}")
             names = ("reward", "jsd", "entropy", "length", "grad_norm", "eval")
@@ -444,8 +515,14 @@ class Log:
             self.bar.write(text, file=sys.stderr)
 
     def close(self):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+        if rank() == 0:
+            self.lock.close()
         if self.own:
             self.bar.close()
+        if self.wandb:
+            self.wandb.finish()
         return self.last
 
 

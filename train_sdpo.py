@@ -230,8 +230,11 @@ def main(args, bar=None):
             line["eval"] = held_out(sampler, step)
             state = eval.best(state, line)
         log.write(line, rollout.samples(tokenizer, rollouts, rewards, passes))
-        if step == args.steps or (args.save_every and step % args.save_every == 0):
+        stop = common.asked_to_stop()
+        if stop or step == args.steps or (args.save_every and step % args.save_every == 0):
             checkpoint.save(args, step, model, tokenizer, optimizer, teacher, state)
+        if stop:
+            common.leave(args, step)
     return log.close()
 
 

@@ -1,0 +1,108 @@
+"""What goes wrong around a run: it is told to stop, its folder is taken, the disk is full."""
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import checkpoint
+import train_grpo
+
+ROOT = Path(__file__).parents[1]
+FLAGS = ["--tiny", "--steps", "6", "--prompts", "4", "--group", "4", "--max_new", "24",
+         "--eval_every", "0", "--save_every", "0"]
+
+
+def start(*command):
+    return subprocess.Popen([sys.executable, *command], cwd=ROOT, text=True,
+                            stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def lines(out):
+    log = out / "log.jsonl"
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def weights(out):
+    return (sorted(out.glob("ckpt-*"))[-1] / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "run"
+    process = start("train_grpo.py", *FLAGS, "--out", str(out))
+    assert process.wait(300) == 0, process.stderr.read()
+    return out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_stop(number, whole, tmp_path):
+    """The step is finished and saved, exit 0, and the command that is printed goes on from there
+    to the weights of a run that was never stopped."""
+    out = tmp_path / "run"
+    process = start("train_grpo.py", *FLAGS, "--out", str(out))
+    while not lines(out) and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, told = process.communicate(timeout=300)
+    assert process.returncode == 0, told
+    (step, command), = re.findall(r"stopped after step (\d), .* go on with: (.*)", told)
+    assert sorted(x.name for x in out.glob("ckpt-*")) == [f"ckpt-00000{step}"] and int(step) < 6
+    again = start(*command.split())
+    assert again.wait(300) == 0, again.stderr.read()
+    assert weights(out) == weights(whole) and len(lines(out)) == 6
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path):
+    process = start("train_grpo.py", *FLAGS, "--out", str(tmp_path / "run"), "--steps", "500")
+    while not lines(tmp_path / "run") and process.poll() is None:
+        time.sleep(0.02)
+    while process.poll() is None:  # the first asks, the next that is seen ends it
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.005)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_a_folder_in_use_is_refused(tmp_path):
+    out = tmp_path / "run"
+    first = start("train_grpo.py", *FLAGS, "--out", str(out), "--steps", "500", "--save_every", "1")
+    try:
+        while not list(out.glob("ckpt-*")) and first.poll() is None:
+            time.sleep(0.02)
+        second = start("train_grpo.py", "--resume", str(out))
+        _, told = second.communicate(timeout=300)
+        assert second.returncode == 2 and "is in use by another process" in told
+        assert len(told.strip().splitlines()[-1]) < 200
+    finally:
+        first.kill()
+        first.communicate()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_a_disk_that_is_full(code, tmp_path, monkeypatch, capsys):
+    """One line, exit 2; the checkpoint before is whole and nothing is left half written."""
+    out, made = tmp_path / "run", []
+
+    def save_file(tensors, path, inner=checkpoint.save_file):
+        made.append(path)
+        if len(made) > 2:  # of the second checkpoint
+            Path(path).write_bytes(b"half")
+            raise OSError(code, os.strerror(code))
+        inner(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", save_file)
+    with pytest.raises(SystemExit) as stop:
+        train_grpo.main(train_grpo.get_args([*FLAGS, "--save_every", "2", "--quiet",
+                                             "--out", str(out)]))
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert stop.value.code == 2 and os.strerror(code) in told and "older checkpoints" in told
+    assert [x.name for x in out.glob("*ckpt*")] == ["ckpt-000002"]
+    assert checkpoint.fault(out / "ckpt-000002") == ""
+    assert json.loads((out / "ckpt-000002/trainer/state.json").read_text())["step"] == 2
