@@ -15,7 +15,7 @@ A stage is a run of the trainer from the last one's checkpoint, with a new optim
 unless carried. The same command goes on with a sequence that was stopped; delete the folder of a
 stage and those of all later ones, and they are done again.
 
-    python continual.py --tiny --out runs/sdpo                          # two CPU cores, 20 minutes
+    python continual.py --tiny --out runs/sdpo                     # about 5 minutes of a CPU core
     python continual.py --tiny --algorithm grpo --base_eval runs/sdpo/eval-0.json --out runs/grpo
     torchrun --nproc_per_node 8 continual.py --ema 0.05 --out runs/sdpo5     # the paper's SDPO_5%
 """
@@ -209,13 +209,13 @@ def table(result):
     names = [f"{d['stage']} {d['task']}" for d in result["domains"]]
     rows = [[f"mean@{args['n']}, %", "base", *names]]
     rows += [[name, *map(points, cells)] for name, cells in result["R"].items()]
-    rows += [["", ""], ["stage", "learned", "kept", "share kept", "Current - Last", "best - Last"]]
+    rows += [[""], ["stage", "learned", "kept", "share kept", "Current - Last", "best - Last"]]
     rows += [[name, *(points(d[key]) for key in (
         "learned", "kept", "share_kept", "forgotten", "below_best"))]
         for name, d in zip(names, result["domains"], strict=True)]
     return "\n".join([
         f"± standard error over prompts, T {args['temperature']}, top-p {args['top_p']}",
-        *(row[0].ljust(16) + "".join(cell.rjust(17) for cell in row[1:]) for row in rows),
+        *((row[0].ljust(16) + "".join(x.rjust(17) for x in row[1:])).rstrip() for row in rows),
         "share kept: n/a where what was learned is below two errors", "",
         f"backward transfer {points(result['backward_transfer'])}; over benchmarks, relative to the"
         f" base: mean gain {points(end['gain'])}, mean forgetting {points(end['forgetting'])}",

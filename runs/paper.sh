@@ -9,7 +9,7 @@ set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
 export MODEL=${MODEL:-Qwen/Qwen3-4B} BASES=0 SEEDS="0 1 2" JOBS=1 PYTHON=${PYTHON:-.venv/bin/python}
 export RESULTS=${RESULTS:-results/paper} WORK=${WORK:-runs/paper}
-export LAUNCH=${LAUNCH:-"$PYTHON -m torch.distributed.run --standalone --nproc_per_node 8"}
+export LAUNCH=${LAUNCH:-"$PYTHON -m torch.distributed.run --standalone --nproc_per_node 8 --"} # --: else it takes --n for its own
 export STEPS=50,50,50,20 STEPS_ONE=50 STEPS_CODING=20 GRPO_LR=1e-6 SDPO_LR=1e-5
 export TRAIN="--eval_every 0 --save_every 10 --keep 1" # the rest are the trainers' own defaults
 export EVAL="--tasks paper --n 16"

@@ -31,6 +31,7 @@ MACHINE = {"sample_seconds", "train_seconds", "sample_tokens_per_s", "train_toke
 FLAGS = """--order math,science --stage_steps 2 --tasks aime24,math500,sciknoweval --limit 5 --n 2
     --data x --prompts 2 --group 4 --updates 1 --max_new 8 --max_prompt 100 --eval_every 0
     --ref_every 0 --save_every 1 --keep 9 --lr 0.01 --warmup 0""".split()  # noqa: SIM905
+CARRY = ["--carry_teacher", "--carry_optimizer", "--fsdp", "on"]
 KILLS = [dict(point="write_json", nth=2),          # the base's samples are there, not its scores
          dict(point="log_line", nth=2),            # inside stage 1
          dict(point="save", nth=1, after=True),    # between stage 1 and its evaluation
@@ -158,7 +159,7 @@ def root(models, tmp_path_factory):
         jobs.append(dict(name=f"job-{len(jobs)}", script="continual", ranks=n, before=[], kill=kill,
                          out=str(root / folder), files=str(root / f"job-{len(jobs)}"), port=port,
                          argv=["--model", models["llama"], *FLAGS, "--ema", "0.3", "--out",
-                               str(root / folder)]))
+                               str(root / folder), *CARRY * (n > 1)]))
     (root / "jobs").write_text(json.dumps(jobs))
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run([sys.executable, worker.__file__, root / "jobs"], env=environment,
@@ -279,13 +280,22 @@ def test_record(root, models):
 
 
 def test_ranks(root):
-    """Two ranks, killed after the first step of stage 2: finished, and the base as on one."""
+    """Two ranks with FSDP, killed after the first step of stage 2: finished, the base as on one,
+    and what is carried goes on with the numbers of stage 1."""
     whole, ranks = contents(root / "whole"), contents(root / "ranks")
     assert whole.keys() == ranks.keys()
     for name in ("eval-0.jsonl", "1-math/samples.jsonl"):
         same = [row for row in whole[name] if row.get("step", 1) == 1]
         assert same == [row for row in ranks[name] if row.get("step", 1) == 1]
     assert [len(ranks[f"{stage}/log.jsonl"]) for stage in ("1-math", "2-science")] == [2, 2]
+    step, moved = (load_file(root / "ranks" / end / "trainer/optimizer.safetensors")
+                   for end in ("1-math/ckpt-000002", "2-science/ckpt-000001"))
+    assert all(moved[k] == step[k] + 1 for k in step if k.endswith("/step")) and step
+    before, after = (load_file(root / "ranks" / end / "trainer/teacher.safetensors")
+                     for end in ("1-math/ckpt-000002", "2-science/ckpt-000001"))
+    student = load_file(root / "ranks/2-science/ckpt-000001/model.safetensors")
+    assert all(torch.allclose(after[k], 0.7 * before[k] + 0.3 * student[k], atol=1e-6)
+               for k in before) and before
     assert (root / "job-9.rank0.txt").read_text().count("mean@2") == 1
     assert "mean@2" not in (root / "job-9.rank1.txt").read_text()
 

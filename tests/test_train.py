@@ -441,7 +441,7 @@ ELSEWHERE = {
     "R04": "test_resume[sdpo-2]", "R07": "test_each_row_once_an_epoch", "R08": "test_resume",
     "R09": "test_adam_counts_on", "R10": "test_full_disk",
     "S23": "test_flags.py: test_readme_flags", "S24": "test_eval.py: test_watch",
-    "E08": "test_eval.py: test_compare; the stages of a sequence come with continual.py",
+    "E08": "test_eval.py: test_compare; test_continual.py: test_base_of_zero_in_words",
     "E04": "does not apply to a script that makes one run: runs/ repeats it over --seed, and the "
            "README states mean, spread and n of each result",
     "E10": "test_eval.py: e02 has the zero of accuracy; the drift of weights comes with drift.py",
