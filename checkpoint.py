@@ -217,7 +217,7 @@ def _load_moments(folder, model, optimizer):
         (p, key), value = names.get(name, (None, None)), moments[name]()
         if p is None or (key != "step" and value.shape != p.shape):
             fail(f"--optimizer_init {folder}: {name} is of another model")
-        optimizer.state[p][key] = value if key == "step" else torch.zeros_like(p)
+        optimizer.state[p][key] = value.to(p.device) if key == "step" else torch.zeros_like(p)
         _assign(optimizer.state[p][key], value)
 
 

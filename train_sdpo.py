@@ -36,9 +36,11 @@ TINY = dict(lr=1e-4)  # set by --tiny, beside common.TINY
 
 
 def add_args(parser):
-    add = parser.add_argument_group("SDPO").add_argument
+    def mix(text):
+        return text if text == "matched" else float(text)
+    add, whole = parser.add_argument_group("SDPO").add_argument, common.at_least(0)
     add("--beta", type=float, default=0.5, help="divergence: 0 KL(T||S), 1 KL(S||T), 0.5 JSD")
-    add("--topk", type=int, default=0, help="distil the student's K largest tokens (0: all)")
+    add("--topk", type=whole, default=0, help="distil the student's K largest tokens (0: all)")
     add("--tail", action=common.ON_OFF, default=True,
         help="with --topk: what is left as one bucket, or renormalise")
     add("--is_clip", type=float, default=2.0, help="largest importance weight of a token")
@@ -54,22 +56,22 @@ def add_args(parser):
     add("--max_teacher_prompt", type=int, default=10240, help="longer: its demonstration is cut")
     add = parser.add_argument_group("teacher").add_argument
     add("--ema", type=float, default=0.0, help="update rate a step (0: frozen, 1: the student)")
-    add("--restart_every", type=int, default=0, help="steps between refreshes (0: none)")
-    add("--restart_mix", default="1", help="share of the student then; matched: as --ema has")
+    add("--restart_every", type=whole, default=0, help="steps between refreshes (0: none)")
+    add("--restart_mix", type=mix, default=1.0, help="share of the student; matched: as --ema has")
     add("--teacher_init", metavar="CKPT", help="mix a model or .safetensors into the first teacher")
     add("--teacher_init_mix", type=float, default=1.0, help="share of --teacher_init in it")
     common.add_run_args(parser, lr=1e-5, updates=1)
 
 
 def check(args, error):
-    for name in ("beta", "ema", "mask_ratio", "teacher_init_mix"):
-        if not 0 <= getattr(args, name) <= 1:
-            error(f"--{name} {getattr(args, name)}: must lie in [0, 1]")
+    for name in ("beta", "ema", "mask_ratio", "teacher_init_mix", "restart_mix"):
+        value = getattr(args, name)
+        if not (value == "matched" or 0 <= value <= 1):
+            error(f"--{name} {value}: must lie in [0, 1]")
     if args.group < 2 and args.feedback == "never":
         error("--group 1: demonstrations come from siblings; take 2 or more, or --feedback always")
-    if args.topk < 0 or args.restart_every < 0 or not args.is_clip > 0 or args.mask_ratio == 1:
-        error("--topk, --restart_every: must not be negative; --is_clip: must be positive; "
-              "--mask_ratio: must be below 1")
+    if not args.is_clip > 0 or args.mask_ratio == 1:
+        error("--is_clip: must be positive; --mask_ratio: must be below 1")
     if args.restart_mix == "matched":
         if not (args.ema and args.restart_every):
             error("--restart_mix matched: takes its share from --ema and --restart_every")
@@ -77,19 +79,12 @@ def check(args, error):
         args.ema = 0.0
     elif args.ema and args.restart_every:
         error("--ema with --restart_every: one teacher or the other, unless --restart_mix matched")
-    try:
-        args.restart_mix = float(args.restart_mix)
-    except ValueError:
-        args.restart_mix = -1.0
-    if not 0 <= args.restart_mix <= 1:
-        error("--restart_mix: must be a number in [0, 1], or matched")
     for flag, usual, other in (("tail", True, "topk"), ("restart_mix", 1, "restart_every"),
                                ("teacher_init_mix", 1, "teacher_init")):
         if getattr(args, flag) != usual and not getattr(args, other):
             error(f"--{flag}: changes nothing without --{other}")
     if args.max_teacher_prompt < args.max_prompt + 64:
-        error(f"--max_teacher_prompt {args.max_teacher_prompt}: must be --max_prompt + 64 or more, "
-              "to hold the question, the headings and some of a demonstration")
+        error(f"--max_teacher_prompt {args.max_teacher_prompt}: must be --max_prompt + 64 or more")
 
 
 def targets(args, task, tokenizer, batch, rollouts, rewards, feedback, step):
