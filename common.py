@@ -491,8 +491,9 @@ class Log:
             if args.wandb:
                 import wandb  # a run folder is one run there, which --resume goes on with
                 name = hashlib.sha256(str(self.out.resolve()).encode()).hexdigest()[:16]
-                self.wandb = wandb.init(project=args.wandb, name=self.out.name, id=name,
-                                        resume="allow", config=vars(args), dir=self.out)
+                self.wandb = wandb.init(
+                    project=args.wandb, name=self.out.name, id=name, config=vars(args),
+                    resume="allow" if args.resume else None, dir=self.out)
 
     def write(self, line, samples):
         self.last = line

@@ -106,6 +106,8 @@ ELSEWHERE = {
     "vllm_memory": "is for CUDA; out of range, vLLM itself refuses it",
     "tp": "tests/vllm/test_vllm.py; test_refused",
     "tis": "tests/vllm/test_vllm.py",
+    "plan": "test_plan.py", "gpu_gb": "test_plan.py: test_show; test_refused",
+    "wandb": "test_wandb.py; test_refused: where it is not installed",
 }
 
 
@@ -228,7 +230,7 @@ REFUSED = [(script, flags) for script in TRAINERS for flags in (
     "--lr nan", "--lr -1", "--lr inf", "--steps 0", "--group 0", "--prompts -4", "--max_new 0",
     "--task cooking", "--task logic", "--data no/such.jsonl", "--eval_data no/such.jsonl",
     "--model no/such.gguf", "--resume no/such", "--fsdp on", "--dtype int8", "--rollout vllm",
-    "--tp 0", "--tp 2",
+    "--tp 0", "--tp 2", "--gpu_gb 80", "--wandb project",
     "--prompts 7 --updates 2", "--warmup -1", "--weight_decay nan", "--grad_clip -1",
     "--steps many", "--colour red", "--keep 0", "--seed x")] + [
     ("train_grpo", flags) for flags in (

@@ -1,0 +1,164 @@
+"""The plan of a run against what the run takes: SmolLM2-135M's shape, real steps on a CPU.
+
+    python tests/test_plan.py          # the whole table of cases; the tests run a FEW of them
+
+Each case is a run of the train script in forked ranks, its responses made up. Measured is the most
+resident memory (VmHWM) while loading and in training, less what the process held before the model
+was built, with a malloc that gives back what is freed. Weights are random: memory does not depend
+on them. SmolLM2's GGUF has this config.
+"""
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import worker
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import checkpoint
+import common
+import packing
+import rollout
+import train_grpo
+import train_sdpo
+from data import batches
+from rollout import Rollout
+from tools import plan
+
+SMOLLM2 = dict(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+               num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True,
+               eos_token_id=49151, bos_token_id=None, pad_token_id=None)
+SCRIPTS = {"grpo": train_grpo, "sdpo": train_sdpo}
+# algorithm, ranks, whether logits come in chunks, flags
+CASES = {f"{script}-{dtype}-{ranks}-{kind}": (
+    script, ranks, kind != "whole", f"--param_dtype {dtype}" + " --fsdp on" * (ranks > 1) +
+    " --checkpoint_activations" * (kind == "recomputed"))
+    for script in SCRIPTS for dtype in ("float32", "bfloat16") for ranks in (1, 2)
+    for kind in ("chunks", "whole", "recomputed")}
+FEW = ["sdpo-float32-1-chunks", "grpo-float32-2-chunks"]
+FLAGS = ("--data x --model tiny --eval_every 0 --ref_every 0 --save_every 0 --steps 1 --quiet "
+         "--updates 1 --group 4 --max_prompt 60 --max_new 64")
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # freed is freed
+
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def arguments(case, out):
+    script, ranks, _, flags = CASES[case]
+    flags += " --max_teacher_prompt 124 --feedback always" * (script == "sdpo")
+    return SCRIPTS[script].get_args(
+        [*FLAGS.split(), *flags.split(), "--prompts", str(ranks), "--out", str(out)])
+
+
+def rank(case, out):
+    """One rank of a case, in a process of its own: writes what its phases took."""
+    script, ranks, chunks, _ = CASES[case]
+    torch.set_num_threads(1)
+    worker.install_task()
+    took, before = {}, status("VmRSS")
+
+    def load(name, dtype):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SMOLLM2), dtype=dtype)
+        model.states = packing._states.__get__(model.eval())
+        model.plain_head = model.can_pack = True  # as packing.probe finds
+        return model, worker.make_tokenizer()
+
+    def resume(args, model, optimizer, teacher):  # moments, as from the second step on
+        took["load"] = status("VmHWM") - before
+        for p in model.parameters():
+            optimizer.state[p] = dict(step=torch.tensor(1.0), exp_avg=torch.full_like(p, 1e-3),
+                                      exp_avg_sq=torch.full_like(p, 1e-3))
+        return {"step": 0}
+
+    def sampler(args, model, tokenizer):  # responses of full length
+        def sample(prompts, numbers, group, max_new, key):
+            return [Rollout(n * group + g, [n + 5] * args.max_prompt, [7] * max_new,
+                            torch.zeros(max_new), torch.zeros(max_new), False, "no " * 60)
+                    for n in numbers for g in range(group)]
+        return sample
+
+    def score(task, rollouts, *_):
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
+        return torch.arange(len(rollouts)).remainder(2).float(), ["no " * 60] * len(rollouts)
+
+    def log_line(original, *args):
+        took["learn"] = status("VmHWM") - before
+        return original(*args)
+    checkpoint.load_model, checkpoint.resume, checkpoint.save = load, resume, lambda *_: None
+    rollout.sampler, batches.score = sampler, score
+    worker.wrap(common, "log_line", log_line)
+    packing.CHUNK = packing.CHUNK if chunks else 2**40
+    SCRIPTS[script].main(arguments(case, out))
+    Path(f"{out}.{common.rank()}.json").write_text(json.dumps(took))
+
+
+def measured(case, out, port):
+    """Bytes by phase of a rank, the most of all ranks."""
+    worker.run = lambda job: rank(case, out)
+    job = dict(files=str(out), ranks=CASES[case][1], argv=[], port=port)
+    pids = [worker.start(job, k) for k in range(job["ranks"])]
+    for k, pid in enumerate(pids):
+        assert os.waitpid(pid, 0)[1] == 0, Path(f"{out}.rank{k}.txt").read_text()[-2000:]
+    took = [json.loads(Path(f"{out}.{k}.json").read_text()) for k in range(job["ranks"])]
+    return {phase: max(one[phase] for one in took) for phase in took[0]}
+
+
+def planned(case, out):
+    os.environ["WORLD_SIZE"], os.environ["RANK"] = str(CASES[case][1]), "0"
+    chunk = packing.CHUNK
+    packing.CHUNK = chunk if CASES[case][2] else 2**40
+    try:
+        return plan.memory(arguments(case, out), LlamaConfig(**SMOLLM2))
+    finally:
+        packing.CHUNK = chunk
+        del os.environ["WORLD_SIZE"], os.environ["RANK"]
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_plan(case):
+    done = subprocess.run([sys.executable, __file__, case], capture_output=True, text=True,
+                          env={**os.environ, **MALLOC}, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    name, *found = done.stdout.split()
+    assert name == case and len(found) == 6
+    for planned, took in zip(found[1::3], found[2::3]):
+        assert float(planned) == pytest.approx(float(took), rel=0.15), done.stdout
+
+
+def test_show(capsys):
+    """--plan says what fits and stops before anything is loaded; what does not fit is told how."""
+    for gpu_gb, told in (("80", "  fits\n"), (
+            "2.1", "would with --checkpoint_activations --tokens_per_micro 4096\n")):
+        with pytest.raises(SystemExit) as stop:
+            train_sdpo.get_args(["--tiny", "--plan", "--gpu_gb", gpu_gb])
+        assert stop.value.code is None and told in capsys.readouterr().out
+
+
+def test_published_sizes():
+    """The table of sizes gives the models' published numbers of parameters (arXiv:2505.09388)."""
+    for size, billions in (("0.6B", 0.596), ("4B", 4.02), ("8B", 8.19), ("32B", 32.8)):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(plan.read_config(f"Qwen/Qwen3-{size}"))
+        assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **MALLOC})
+    for case in sys.argv[1:] or CASES:
+        with tempfile.TemporaryDirectory() as folder, socket.create_server(("localhost", 0)) as one:
+            port = one.getsockname()[1]
+            one.close()
+            took = measured(case, Path(folder, "run"), port)
+            parts = planned(case, Path(folder, "again"))
+        print(f"{case:28}", *(f"{phase} {parts[phase] / 2**20:.0f} {took[phase] / 2**20:.0f}"
+                              for phase in took), flush=True)
