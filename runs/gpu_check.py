@@ -13,9 +13,11 @@ import argparse
 import contextlib
 import json
 import math
+import multiprocessing
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -163,7 +165,9 @@ def main():
                                            "train_seconds", "sample_tokens_per_s")}
             found["mfu"] = (todo["student"] + todo["teacher"]) / last["train_seconds"] / rate
             found["peak_gb"] = max(line["peak_memory_gb"] for line in lines)
-            planned = plan.memory(run, config, CUDA and torch.cuda.mem_get_info()[1])
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+                planned = alone.submit(  # torch's fake tensors have crashed a process that went on
+                    plan.memory, run, config, CUDA and torch.cuda.mem_get_info()[1]).result()
             found["planned_gb"] = max(planned["learn"], planned["sample"]) / plan.GB
             if last["skipped"] or not math.isfinite(last["loss"] + last["grad_norm"]):
                 failed.append(f"{name}: {script.__name__}: loss {last['loss']}")

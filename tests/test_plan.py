@@ -134,13 +134,14 @@ def test_plan(case):
         assert float(planned) == pytest.approx(float(took), rel=0.15), done.stdout
 
 
-def test_show(capsys):
-    """--plan says what fits and stops before anything is loaded; what does not fit is told how."""
-    for gpu_gb, told in (("80", "  fits\n"), (
-            "2.1", "would with --checkpoint_activations --tokens_per_micro 4096\n")):
-        with pytest.raises(SystemExit) as stop:
-            train_sdpo.get_args(["--tiny", "--plan", "--gpu_gb", gpu_gb])
-        assert stop.value.code is None and told in capsys.readouterr().out
+@pytest.mark.parametrize(("gpu_gb", "told"), [
+    ("80", "  fits\n"), ("2.1", "would with --checkpoint_activations --tokens_per_micro 4096\n")])
+def test_show(gpu_gb, told):
+    """--plan says what fits and stops before anything is loaded; what does not fit is told how. In
+    a process of its own, as it is used: torch's fake tensors have crashed one that went on."""
+    done = subprocess.run([sys.executable, "train_sdpo.py", "--tiny", "--plan", "--gpu_gb", gpu_gb],
+                          cwd=common.ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and told in done.stdout, done.stderr[-2000:]
 
 
 def test_published_sizes():
