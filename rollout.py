@@ -306,7 +306,7 @@ def _vllm(config, dtype, length, memory, tp, device):
         os.environ.setdefault(f"VLLM_{name}", value)
     from vllm import LLM
     room = dict(gpu_memory_utilization=memory, enable_sleep_mode=True) if device == "cuda" else (
-        dict(kv_cache_memory_bytes=2**30, enforce_eager=True))
+        dict(kv_cache_memory_bytes=2**29, enforce_eager=True, enable_chunked_prefill=False))
     launcher = "external_launcher" if "RANK" in os.environ else None
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(config)

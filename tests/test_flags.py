@@ -4,6 +4,7 @@ import argparse
 import difflib
 import importlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import checkpoint
 import common
 import data
 import packing
+import rollout
 
 ROOT = Path(__file__).parents[1]
 TRAINERS = ["train_grpo", "train_sdpo"]
@@ -102,10 +104,10 @@ ELSEWHERE = {
     "resume": "test_train.py: test_resume; test_changed_flag_at_resume",
     "fsdp": "test_train.py: test_split, test_one_rank_under_fsdp",
     "optimizer_init": "test_continual.py: test_carry",
-    "rollout": "tests/vllm/test_vllm.py; test_refused: vllm where it is not installed",
+    "rollout": "tests/engine/test_vllm.py; test_refused: vllm where it is not installed",
     "vllm_memory": "is for CUDA; out of range, vLLM itself refuses it",
-    "tp": "tests/vllm/test_vllm.py; test_refused",
-    "tis": "tests/vllm/test_vllm.py",
+    "tp": "tests/engine/test_vllm.py; test_refused",
+    "tis": "test_tis",
     "plan": "test_plan.py", "gpu_gb": "test_plan.py: test_show; test_refused",
     "wandb": "test_wandb.py; test_refused: where it is not installed",
 }
@@ -189,6 +191,30 @@ def test_flag_has_an_effect(script, flag, models, bases, tmp_path, capfd, monkey
     if flag in ("tokens_per_micro", "no_pack", "checkpoint_activations", "quiet", "save_every"):
         for name in ("loss", "grad_norm", "entropy"):  # these change no number
             assert observed[name] == pytest.approx(bases[script, base][name], rel=1e-4)
+
+
+def test_tis(models, tmp_path, capfd, monkeypatch):
+    """Tokens that another engine found less likely than the trainer by 1.5 weigh 1.5 times as much,
+    up to the cap; 0 is no weight."""
+    original, norms = rollout.sampler, {}
+
+    def shifted(*given):
+        def draw(*a, **k):
+            rollouts = original(*given)(*a, **k)
+            for r in rollouts:
+                r.logprobs = r.logprobs - math.log(1.5)
+            return rollouts
+        return draw
+    for cap in ("off", "0", "2", "1.2"):
+        flags = "--updates 1" if cap == "off" else f"--updates 1 --tis {cap}"
+        seen = run("train_grpo", flags, models, tmp_path / cap, capfd, monkeypatch)
+        norms[cap] = seen["grad_norm"][0], seen["is_weight"][0]
+        monkeypatch.setattr(rollout, "sampler", shifted)
+    norm, _ = norms["off"]
+    assert norm > 0 and norms == {
+        "off": (norm, 1), "0": (pytest.approx(norm, rel=1e-5), 1),
+        "2": (pytest.approx(1.5 * norm, rel=1e-5), pytest.approx(1.5)),
+        "1.2": (pytest.approx(1.2 * norm, rel=1e-5), pytest.approx(1.2))}
 
 
 @pytest.mark.parametrize("script", TRAINERS)
