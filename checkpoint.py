@@ -67,7 +67,10 @@ def load_weights(name):
         return load_model(name)[0].state_dict()
     if not Path(name).is_file():
         fail(f"--teacher_init {name}: there is no such file")
-    return load_file(name)
+    try:
+        return load_file(name)
+    except (OSError, SafetensorError) as error:
+        fail(f"--teacher_init {name}: {error}")
 
 
 # ---- write ---------------------------------------------------------------------------------------

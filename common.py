@@ -181,7 +181,10 @@ def parse(parser, argv, tiny, check):
         config = Path(args.resume, "config.json")
         if not config.is_file():
             parser.error(f"--resume {args.resume}: holds no config.json; name a run's --out folder")
-        old = json.loads(config.read_text())["args"]
+        try:
+            old = json.loads(config.read_text())["args"]
+        except (ValueError, KeyError) as error:
+            parser.error(f"--resume {args.resume}: config.json is not a run's ({error!r})")
         if old.keys() != vars(args).keys():
             other = sorted(old.keys() ^ vars(args).keys())[0]
             parser.error(f"--resume {args.resume}: is a run of another script (flag --{other})")
@@ -202,8 +205,10 @@ def parse(parser, argv, tiny, check):
     if args.data is None:
         parser.error(f"--task {args.task}: has no training set of its own; name one with --data")
     require_files(parser, args, "model", "data", "eval_data", "teacher_init")
-    if args.dtype != "auto" and DTYPES[args.dtype].itemsize > DTYPES[args.param_dtype].itemsize:
-        parser.error(f"--dtype {args.dtype}: is wider than --param_dtype {args.param_dtype}")
+    if args.dtype not in ("auto", "bfloat16", args.param_dtype):
+        parser.error(f"--dtype {args.dtype}: must be auto, bfloat16 or as --param_dtype")
+    if world() % args.tp:
+        parser.error(f"--tp {args.tp}: must divide the {world()} ranks")
     if args.gpu_gb and not args.plan:
         parser.error("--gpu_gb: changes nothing without --plan")
     if args.wandb and importlib.util.find_spec("wandb") is None:
@@ -250,12 +255,15 @@ def setup(args):
     return device
 
 
-_asked = []  # the signals that asked this process to stop
+_asked = []  # when this process was asked to stop
 
 
 def _ask_to_stop(number, frame):
-    signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
-    _asked.append(number)
+    """A second signal ends it at once; within two seconds it is the first, sent on by torchrun."""
+    _asked.append(time.monotonic())
+    if _asked[-1] - _asked[0] > 2:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 def asked_to_stop():
@@ -292,8 +300,9 @@ def gather(items):
 
 def fills(model, room):
     """Whether --fsdp auto shards: weights, gradients, two moments, teacher and reference would take
-    40% of a GPU of `room` bytes; activations and the key-value cache need the rest."""
-    return 6 * sum(p.numel() * p.element_size() for p in model.parameters()) > 0.4 * room
+    40% of a GPU of `room` bytes; activations and the key-value cache need the rest. In float32,
+    which the teacher is in any case: student and teacher are sharded alike or not at all."""
+    return 6 * sum(4 * p.numel() for p in model.parameters()) > 0.4 * room
 
 
 def distribute(model, args, device, train=True):
@@ -457,6 +466,16 @@ def watch(state, line):
     return [f"step {line['step']}: {found[kind]}" for kind in sorted(new)]
 
 
+def lock(folder):
+    """A folder is one process's as long as this file is open; another exits with 2."""
+    file = open(folder / "lock", "w")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        fail(f"--out {folder}: is in use by another process")
+    return file
+
+
 class Log:
     """The run folder, written by rank 0: config.json, log.jsonl with a line a step, samples.jsonl
     with a few responses a step; and the progress bar over it, or its part of a longer one."""
@@ -469,15 +488,12 @@ class Log:
         if not self.own:
             bar.update(start)
         main = threading.current_thread() is threading.main_thread()
+        _asked.clear()
         self.before = {number: signal.signal(number, _ask_to_stop)
                        for number in (signal.SIGTERM, signal.SIGINT) if main}
         if rank() == 0:
             self.out.mkdir(parents=True, exist_ok=True)
-            self.lock = open(self.out / "lock", "w")  # noqa: SIM115, held as long as the run lives
-            try:
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                fail(f"--out {self.out}: is in use by another process")
+            self.lock = lock(self.out)
             for name in ("log.jsonl", "samples.jsonl"):  # forget what came after the checkpoint,
                 # and the end of the file where a kill left half a line
                 path = self.out / name

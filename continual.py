@@ -101,7 +101,10 @@ def get_args(argv=None):
 
 def same(parser, path, new, free):
     """Refuse flags that are not those in a file."""
-    old = json.loads(Path(path).read_text()).get("args", {})
+    try:
+        old = json.loads(Path(path).read_text())["args"]
+    except (ValueError, KeyError) as error:
+        parser.error(f"{path}: is not what a run writes ({error!r})")
     old = {**old.get("trainer", {}), **old}
     for name in sorted((old.keys() | new.keys()) - free):
         if old.get(name) != new.get(name):
@@ -130,7 +133,7 @@ def evaluation(args, k, model):
     """The arguments of eval.py for the model after stage k."""
     flags = {name: getattr(args, name) for name in ("tasks", "n", "temperature", "top_p", "limit")}
     flags |= {name: args.trainer[name] for name in (
-        "max_prompt", "max_new", "dtype", "rollout", "vllm_memory", "tp")}
+        "max_prompt", "max_new", "dtype", "fsdp", "rollout", "vllm_memory", "tp")}
     flags |= {"model": model, "seed": args.eval_seed, "out": Path(args.out, f"eval-{k}.json")}
     return eval.get_args([*(f"--{name}={value}" for name, value in flags.items()),
                           *(f"--{name}" for name in ("think", "tiny") if args.trainer[name])])
@@ -148,6 +151,7 @@ def main(args):
                         "whole; delete it too, and both are made again")
     if common.rank() == 0:
         out.mkdir(parents=True, exist_ok=True)
+        held = common.lock(out)  # noqa: F841, as long as this runs
         common.write_json(out / "config.json", common.describe(args))
         for k in range(done + 1, len(models)):  # evaluations of checkpoints that are no more
             (out / f"eval-{k}.json").unlink(missing_ok=True)

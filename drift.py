@@ -159,7 +159,8 @@ def embed(model, sequences, tokens_per_micro=16384):
     """Mean last hidden state over the tokens of each list of ids: (N, D) float64, on the CPU."""
     first, rest = [ids[:1] for ids in sequences], [[*ids[1:], 0] for ids in sequences]
     out = [None] * len(sequences)  # packing gives the states that predict `rest`: those of all ids
-    for rows in packing.micro_batches(range(len(out)), [first], rest, tokens_per_micro):
+    for rows in packing.micro_batches(
+            model, range(len(out)), [first], rest, tokens_per_micro, pack=False):
         hidden = packing.response_hidden(model, rows, first, rest, pack=False)
         for i, states in zip(rows, hidden.split([len(rest[i]) for i in rows]), strict=True):
             out[i] = states.double().mean(0).cpu()
@@ -174,7 +175,8 @@ def sequence_kl(model, base, rollouts, tokens_per_micro=16384):
     lower variance and the second checks it. Logits live for one chunk of tokens."""
     prompts, responses = [r.prompt for r in rollouts], [r.ids for r in rollouts]
     out = torch.zeros(2, len(rollouts), dtype=torch.float64)
-    for rows in packing.micro_batches(range(len(rollouts)), [prompts], responses, tokens_per_micro):
+    for rows in packing.micro_batches(
+            model, range(len(rollouts)), [prompts], responses, tokens_per_micro):
         hidden = [packing.response_hidden(m, rows, prompts, responses) for m in (model, base)]
         row, label = torch.tensor([(i, t) for i in rows for t in responses[i]]).T
         for at in torch.arange(len(row)).split(packing.chunk_size(model)):

@@ -106,7 +106,8 @@ def get_args(argv=None):
     add("--max_prompt", type=int, default=2048, help="longer prompts are dropped and counted")
     add("--max_new", type=int, default=8192, help="longest response, in tokens")
     add("--dtype", default="auto", choices=["auto", *common.DTYPES], help="auto: bf16 on CUDA")
-    add("--fsdp", default="off", choices=["on", "off"], help="shard the model over the ranks")
+    add("--fsdp", default="auto", choices=["auto", "on", "off"],
+        help="shard the model over the ranks")
     common.add_rollout_args(add)
     add("--seed", type=int, default=0, help="of the samples, and of what a benchmark draws")
     add("--out", default="eval.json", help="scores; the samples go to the .jsonl beside it")

@@ -55,45 +55,52 @@ def families(prompts):
     return [(len(start), rows) for start, rows in found]
 
 
+def arrange(prompts, responses, pack, worth=float("inf")):
+    """How rows share prompts: [(tokens, shared, branches)], as `families` has them. prompts,
+    responses: {row: token ids}, or lists of them.
+
+    worth: how many pairs of tokens, masked ones too, are attended in the time of one token's other
+    layers. Long responses beside each other hide more pairs than a shared prompt saves tokens.
+    """
+    def part(shared, branches):
+        return (shared + sum(len(prompts[rows[0]]) - shared for rows in branches)
+                + sum(len(responses[i]) - 1 for rows in branches for i in rows)), shared, branches
+
+    def cost(parts):
+        return sum(size * (1 + size / worth) for size, *_ in parts)
+
+    found = []
+    for shared, branches in families(prompts):
+        alike = [part(len(prompts[rows[0]]), [rows]) for rows in branches]
+        alone = [part(len(prompts[i]), [[i]]) for rows in branches for i in rows]
+        found += min([part(shared, branches)], alike, alone, key=cost) if pack else alone
+    return found
+
+
 def layout(prompts, responses, pack, device="cpu", worth=float("inf")):
     """Lay rows out for one forward pass.
 
     prompts, responses: lists of token ids, one of each a row. Returns input_ids and position_ids
     (S, L); a boolean mask (S, 1, L, L), or None where it would be the causal one; and index (n,):
     where in the flattened (S * L) positions the prediction of each response token stands.
-    worth: how many pairs of tokens, masked ones too, are attended in the time of one token's other
-    layers. Long responses beside each other hide more pairs than a shared prompt saves tokens.
     """
-    def size(family):
-        shared, branches = family
-        return shared + sum(len(prompts[rows[0]]) - shared for rows in branches) + sum(
-            len(responses[i]) - 1 for rows in branches for i in rows)
-
-    def cost(parts):
-        return sum(size(part) * (1 + size(part) / worth) for part in parts)
-
-    parts = []
-    for shared, branches in families(dict(enumerate(prompts))) if pack else []:
-        alike = [(len(prompts[rows[0]]), [rows]) for rows in branches]
-        alone = [(len(prompts[i]), [[i]]) for rows in branches for i in rows]
-        parts += min([(shared, branches)], alike, alone, key=cost)
-    parts = parts or [(len(prompt), [[i]]) for i, prompt in enumerate(prompts)]
-    together, width = len(parts) < len(prompts), max(map(size, parts))
+    parts = arrange(dict(enumerate(prompts)), responses, pack, worth)
+    together, width = len(parts) < len(prompts), max(size for size, *_ in parts)
     packed, places, segment = [], {}, 0
 
     def put(ids, position, *above):  # a segment, which sees itself and those above it
         nonlocal segment
         segment += 1
-        seen = (segment, *above, segment, segment)[:3]
+        seen = (segment, *above, segment, segment)[:3]  # own, branch, root; itself for one missing
         row.extend((token, position + k, *seen) for k, token in enumerate(ids))
         return segment
 
-    for part in sorted(parts, key=size, reverse=True):
+    for size, shared, branches in sorted(parts, key=lambda part: part[0], reverse=True):
         # strangers share a row where both fit, so that little of it is padding
-        room = (s for s, row in enumerate(packed) if together and len(row) + size(part) <= width)
+        room = (s for s, row in enumerate(packed) if together and len(row) + size <= width)
         s = next(room, len(packed))
         packed += [[]] if s == len(packed) else []
-        row, (shared, branches) = packed[s], part
+        row = packed[s]
         root = put(prompts[branches[0][0]][:shared], 0)
         end = len(row) - 1
         for rows in branches:
@@ -117,6 +124,11 @@ def layout(prompts, responses, pack, device="cpu", worth=float("inf")):
     return input_ids, position_ids, mask, index.to(device)
 
 
+def worth(model):
+    """`arrange`'s, of a Llama: a layer takes 24 D^2 FLOPs for a token and 4 D for a pair."""
+    return 6 * model.config.get_text_config().hidden_size
+
+
 def response_hidden(model, rows, prompts, responses, pack=True):
     """Hidden states (n, D) that predict the response tokens of some rows.
 
@@ -126,9 +138,8 @@ def response_hidden(model, rows, prompts, responses, pack=True):
     which gives each weight a gradient of zero.
     """
     prompts, responses = ([x[i] for i in rows] or [[0]] for x in (prompts, responses))
-    worth = 6 * model.config.get_text_config().hidden_size  # a layer: 24 D^2 a token, 4 D a pair
     input_ids, position_ids, mask, index = layout(
-        prompts, responses, pack and model.can_pack, model.device, worth)
+        prompts, responses, pack and model.can_pack, model.device, worth(model))
     with compute(model):
         states = model.states(input_ids=input_ids, position_ids=position_ids,
                               attention_mask=mask, use_cache=False)  # (S, L, D)
@@ -208,8 +219,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
 # ---- from rows to micro-batches ------------------------------------------------------------------
 
-def micro_batches(rows, passes, responses, tokens_per_micro):
-    """Split rows into micro-batches of at most `tokens_per_micro` tokens (one row at the least).
+def micro_batches(model, rows, passes, responses, tokens_per_micro, pack=True):
+    """Split rows into micro-batches of at most `tokens_per_micro` tokens (one row at the least),
+    prompts counted as often as they are read, and padding of rows that share nothing.
 
     rows: numbers into lists of token ids: `responses` and, for every forward pass that a row takes,
     a list of prompts in `passes` (the student's; the teacher's). Siblings, rows with one and the
@@ -218,10 +230,13 @@ def micro_batches(rows, passes, responses, tokens_per_micro):
     depend on the split; time and memory do.
     """
     def cost(rows):
-        most = max(sum(shared + sum(len(prompts[branch[0]]) - shared for branch in branches)
-                       for shared, branches in families({i: prompts[i] for i in rows}))
-                   for prompts in passes)
-        return most + sum(len(responses[i]) for i in rows)
+        most = 0
+        for prompts in passes:
+            sizes = [size for size, *_ in arrange(
+                {i: prompts[i] for i in rows}, responses, pack and model.can_pack, worth(model))]
+            padded = len(sizes) * max(sizes, default=0)
+            most = max(most, sum(sizes) if len(sizes) < len(rows) else padded)
+        return most
 
     def fit(rows):  # halve siblings until they fit
         if len(rows) == 1 or cost(rows) <= tokens_per_micro:
@@ -232,13 +247,11 @@ def micro_batches(rows, passes, responses, tokens_per_micro):
     for i in rows:
         siblings.setdefault(tuple(passes[0][i]), []).append(i)
     units = [unit for group in siblings.values() for unit in fit(group)]
-    batches, room = [], 0
-    for spent, unit in sorted(((cost(unit), unit) for unit in units), reverse=True):
-        if spent > room:
+    batches = []
+    for unit in sorted(units, key=cost, reverse=True):
+        if not batches or cost(batches[-1] + unit) > tokens_per_micro:
             batches.append([])
-            room = tokens_per_micro
         batches[-1] += unit
-        room -= spent
     most = torch.tensor(len(batches))
     if dist.is_initialized():
         most = most.to("cuda" if dist.get_backend() == "nccl" else "cpu")

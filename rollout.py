@@ -25,7 +25,7 @@ from transformers.cache_utils import DynamicLayer
 
 import losses
 import packing
-from common import fail, gather, gathered, rank
+from common import all_sum, fail, gather, gathered, rank
 
 
 @dataclass
@@ -270,7 +270,8 @@ def logprobs(model, rollouts, tokens_per_micro, pack=True):
     """What a model gives the sampled tokens: (log-probabilities, entropies), (T,) for each row."""
     prompts, responses = [r.prompt for r in rollouts], [r.ids for r in rollouts]
     out, size = [None] * len(rollouts), packing.chunk_size(model)
-    for rows in packing.micro_batches(range(len(rollouts)), [prompts], responses, tokens_per_micro):
+    for rows in packing.micro_batches(
+            model, range(len(rollouts)), [prompts], responses, tokens_per_micro, pack):
         hidden = packing.response_hidden(model, rows, prompts, responses, pack)
         label = torch.tensor([t for i in rows for t in responses[i]], device=hidden.device).long()
         parts = [losses.logprobs_and_entropy(packing.head(model, h), y)
@@ -370,9 +371,10 @@ def rescore(model, rollouts, tokens_per_micro, pack=True):
     for r, old, entropy in zip(rollouts, *trained, strict=True):
         r.old, r.entropy = old, entropy
     gap = torch.cat([losses.kl_k3(r.logprobs, r.old) for r in rollouts])
-    if not gap.mean() <= 0.1:
+    total, tokens = all_sum([gap.sum(), gap.numel()])  # on all ranks, so that all of them stop
+    if not total / tokens <= 0.1:
         raise RuntimeError(f"vLLM samples from another model than the one that learns: KL "
-                           f"{gap.mean():.2g} nats a token; have all weights reached it?")
+                           f"{total / tokens:.2g} nats a token; have all weights reached it?")
     return gap
 
 

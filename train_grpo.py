@@ -116,7 +116,8 @@ def main(args, bar=None):
             weights = dict(zip(mini, weights, strict=True))  # row -> (T,)
             learning = [i for i in mini if learns[i]]
             total, anything = common.all_sum([share, len(learning)])
-            for micro in packing.micro_batches(learning, passes, responses, budget):
+            for micro in packing.micro_batches(
+                    model, learning, passes, responses, budget, pack):
                 row, label, old, sampled, weight, keep = packing.tokens(
                     micro, rollouts, masks, weights, device)  # (n,) each
                 hidden = packing.response_hidden(model, micro, prompts, responses, pack)[keep]
@@ -158,7 +159,8 @@ def main(args, bar=None):
             state = eval.best(state, line)
         log.write(line, rollout.samples(tokenizer, rollouts, rewards, passes))
         stop = common.asked_to_stop()
-        if stop or step == args.steps or (args.save_every and step % args.save_every == 0):
+        if stop or step in (args.steps, state.get("best_step")) or (
+                args.save_every and step % args.save_every == 0):
             checkpoint.save(args, step, model, tokenizer, optimizer, teacher, state)
         if stop:
             common.leave(args, step)

@@ -98,7 +98,8 @@ def _run(program, stdin, seconds, memory_mb, size, mode) -> Result:
                 [sys.executable, "-s", "-S", "-B", "-X", "utf8", "-c", START, str(source.fileno()),
                  mode, str(os.getpid()), str(writer), box, sys.base_prefix, str(seconds),
                  str(memory_mb), str(size)], stdin=given, stdout=out, stderr=err, cwd=box,
-                pass_fds=(source.fileno(), writer), env={"PYTHONHASHSEED": "0"})
+                pass_fds=(source.fileno(), writer), env={"PYTHONHASHSEED": "0"},
+                start_new_session=True)  # a signal to the trainer's group is not for it
             try:
                 ended = select.poll()
                 ended.register(reader)  # readable when the launcher reports; it has its own timer,

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-#SBATCH --job-name=denser --nodes=1 --ntasks=1 --gpus-per-node=8 --cpus-per-task=64 --mem=800G --time=2-00:00:00
+#SBATCH --job-name=denser --nodes=1 --ntasks=1 --gpus-per-node=8 --cpus-per-task=64 --mem=800G --time=2-00:00:00 --signal=TERM@1800
 # One run of the paper on 8 GPUs of 80 GB: Qwen3-4B, 50 steps of 32 prompts x 8 responses.
 #   runs/8gpu.sh SETTING [TASK] [flags of the trainer]        or: sbatch runs/8gpu.sh ...
 # SETTING: grpo, sdpo (frozen teacher), ema0.5 .. ema5, stable (a restart every 10 steps, as much as
@@ -18,7 +18,7 @@ cot) script=train_sdpo.py flags="--think --cot" ;;
 *) echo "runs/8gpu.sh: no setting $setting" >&2 && exit 2 ;;
 esac
 out=${OUT:-runs/$setting-$task} python=${PYTHON:-.venv/bin/python}
-launch=${LAUNCH:-"$python -m torch.distributed.run --standalone --nproc_per_node ${GPUS:-8}"}
+launch=${LAUNCH:-"$python -m torch.distributed.run --standalone --nproc_per_node ${GPUS:-8} --shutdown_timeout 1800"}
 where="--out $out"
 [ ! -f "$out/config.json" ] || where="--resume $out"
 # shellcheck disable=SC2086

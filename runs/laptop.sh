@@ -56,7 +56,7 @@ base() { # of a number: where its model is
 }
 
 one() { # a run: stages and scores, drift of each, the small files kept, the checkpoints deleted
-  local name=$1 out=$WORK/$1 order=$ORDER steps=$STEPS lr=$SDPO_LR think='' method b seed task
+  local failed='' name=$1 out=$WORK/$1 order=$ORDER steps=$STEPS lr=$SDPO_LR think='' method b seed task
   read -r method b seed task <<<"$(sed -E 's/^(.*)-b([0-9]+)-s([0-9]+)-?/\1 \2 \3 /' <<<"$name")"
   case $method in grpo) lr=$GRPO_LR ;; sdpo-cot) think=--think ;; *-reorder) order=$REORDER ;; esac
   [ -z "$task" ] || order=$task steps=$STEPS_ONE
@@ -66,7 +66,12 @@ one() { # a run: stages and scores, drift of each, the small files kept, the che
   # shellcheck disable=SC2046,SC2086
   $LAUNCH continual.py $TRAIN $EVAL --lr "$lr" $(flags "$method") --model "$(base "$b")" --seed "$seed" \
     --order "$order" --stage_steps "$steps" --out "$out" \
-    $([ ! -f "$scored.json" ] || echo --base_eval "$scored.json")
+    $([ ! -f "$scored.json" ] || echo --base_eval "$scored.json") || failed=$?
+  if [ ! -f "$out/continual.json" ]; then # a gradient that is not finite, or told to stop
+    mkdir -p "$RESULTS/failed" && grep -h "FloatingPointError" "$WORK/$name.txt" >"$RESULTS/failed/$name.txt" ||
+      rm -f "$RESULTS/failed/$name.txt"
+    exit "${failed:-1}"
+  fi
   for end in jsonl json; do
     cp "$out/eval-0.$end" "$scored.$$" && mv "$scored.$$" "$scored.$end"
   done
@@ -88,7 +93,7 @@ part() { # the runs of a seed; the long ones first, so that no core waits for th
   { for run in $SEQUENCES $SINGLES; do for b in $BASES; do
       name=${run%:*}-b$b-s$1$([ "$run" = "${run#*:}" ] || echo "-${run#*:}")
       [ -d "$RESULTS/$name" ] || echo "$name"
-  done; done; } | xargs -r -n 1 -P "$JOBS" runs/laptop.sh one
+  done; done; } | xargs -r -n 1 -P "$JOBS" runs/laptop.sh one || echo "part $1: not all of its runs ended well"
   echo "part $1: $(((SECONDS - began) / 60)) min $(((SECONDS - began) % 60)) s" | tee -a "$RESULTS/times.txt"
 }
 

@@ -60,12 +60,15 @@ def test_told_to_stop(number, whole, tmp_path):
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path):
-    process = start("train_grpo.py", *FLAGS, "--out", str(tmp_path / "run"), "--steps", "500")
+    process = start("train_grpo.py", *FLAGS, "--out", str(tmp_path / "run"), "--steps", "500",
+                    "--prompts", "256", "--group", "32")  # steps of many seconds
     while not lines(tmp_path / "run") and process.poll() is None:
         time.sleep(0.02)
-    while process.poll() is None:  # the first asks, the next that is seen ends it
+    began = time.monotonic()
+    while process.poll() is None:  # torchrun may send one twice: that within 2 s is the first
         process.send_signal(signal.SIGTERM)
         time.sleep(0.005)
+    assert time.monotonic() - began > 2
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGTERM
 

@@ -65,7 +65,7 @@ COMMON = {
     "eval_prompts": ("--eval_prompts 5", "eval"),
     "eval_n": ("--eval_n 5", "eval"),
     "ref_every": ("--ref_every 2", "kl_ref"),
-    "save_every": ("--save_every 0", "files"),
+    "save_every": ("--save_every 0", "files", "--eval_every 0"),
     "keep": ("--keep 1", "files", "--save_every 1 --eval_every 2"),
     "quiet": ("--quiet", "stderr"),
 }

@@ -199,21 +199,26 @@ def test_probe():
 # ---- micro-batches -------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("budget", [1, 12, 30, 60, 10**6])
-def test_micro_batches(budget):
+def test_micro_batches(budget, monkeypatch):
     """Each row once; within the budget unless a row alone exceeds it; siblings together if they
     fit; the larger of student and teacher pass counts, a shared prompt once."""
-    generator = torch.Generator().manual_seed(budget)
+    net, generator = model("llama"), torch.Generator().manual_seed(budget)
+    monkeypatch.setattr(packing, "worth", lambda net: float("inf"))
     prompts = [[i // 4] * (3 + 5 * (i // 4)) for i in range(16)]  # 4 groups, prompts of 3 to 18
     seen = [[100 + i] * (i if i % 3 else 0) or None for i in range(16)]  # some rows are no target
     responses = [[7] * int(torch.randint(1, 9, (), generator=generator)) for _ in range(16)]
     for passes, learning in (([prompts], list(range(16))),
                              ([prompts, seen], [i for i in range(16) if seen[i]])):
-        batches = packing.micro_batches(learning, passes, responses, budget)
+        batches = packing.micro_batches(net, learning, passes, responses, budget)
         assert sorted(sum(batches, [])) == learning
 
         def cost(batch, passes=passes):
-            return sum(len(responses[i]) for i in batch) + max(
-                sum(map(len, {tuple(column[i]) for i in batch})) for column in passes)
+            def fed(column):
+                alone = [len(column[i]) + len(responses[i]) - 1 for i in batch]
+                prompts = {tuple(column[i]) for i in batch}
+                saved = sum(len(column[i]) for i in batch) - sum(map(len, prompts))
+                return sum(alone) - saved if len(prompts) < len(batch) else len(batch) * max(alone)
+            return max(map(fed, passes))
 
         for batch in batches:
             assert len(batch) == 1 or cost(batch) <= budget
@@ -223,7 +228,29 @@ def test_micro_batches(budget):
                 assert any(set(siblings) <= set(batch) for batch in batches)
         assert len(batches) == 1 or budget < 10**6
         assert len(batches) == len(learning) or budget > 1
-    assert packing.micro_batches([], [prompts], responses, budget) == []
+    assert packing.micro_batches(net, [], [prompts], responses, budget) == []
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("shape", [(20, 6), (3, 40), (19, 18)])
+def test_a_micro_batch_holds_what_is_fed(pack, shape, monkeypatch):
+    """Also on the plain path, with its padding, and where sharing is not worth it."""
+    net, (prompt, most), draw = model("llama"), shape, torch.Generator().manual_seed(0)
+    monkeypatch.setattr(packing, "worth", lambda net: 60)
+    prompts = [[i // 4] * prompt for i in range(16)]
+    responses = [[7] * int(n) for n in torch.randint(1, most, (16,), generator=draw)]
+    fed = []
+    monkeypatch.setattr(net, "states", lambda input_ids, **_: (
+        fed.append(input_ids.numel()), torch.zeros(*input_ids.shape, 1))[1])
+    for budget in (60, 120, 10**6):
+        fed.clear()
+        batches = packing.micro_batches(net, range(16), [prompts], responses, budget, pack)
+        for rows in batches:
+            packing.response_hidden(net, rows, prompts, responses, pack)
+        slack = 0 if not pack else max(map(len, responses)) * 4 + prompt  # of the last shared row
+        assert sorted(sum(batches, [])) == list(range(16))
+        assert all(n <= budget + slack or len(rows) == 1
+                   for n, rows in zip(fed, batches, strict=True))
 
 
 def test_tokens():

@@ -104,7 +104,7 @@ def add_splits(jobs):
             dtype = f"{sgd} --param_dtype float{kind[1:]}"
             for variant in ("whole", *SPLITS[f"{config}-{kind}"]):
                 ranks, split = VARIANTS.get(variant, (1, ""))
-                split = split.replace(SOME, "--tokens_per_micro 260") if "sdpo" in script else split
+                split = split.replace(SOME, "--tokens_per_micro 150") if "sdpo" in script else split
                 jobs.add(f"{config}-{kind}-{variant}", script, model, f"{flags} {dtype} {split}",
                          ranks, sgd=True, f64=kind == "f64")
     jobs.add("alone", "train_sdpo", "llama", CONFIGS["sdpo-token-1"][2] + f" {sgd} --fsdp on "
@@ -422,7 +422,7 @@ def test_full_disk(jobs, tmp_path, monkeypatch):
         def full(*a, **k):
             raise OSError(28, "No space left on device")
         patch.setattr(checkpoint, "save_file", full)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(SystemExit):
             checkpoint.save(args, 2, model, tokenizer, optimizer, teacher, {})
     now = [p for m in (model, teacher.model) for p in m.parameters()]
     assert all(map(torch.equal, before, now))

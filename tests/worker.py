@@ -166,8 +166,8 @@ def record(job, seen):
             seen["prompts"].append([(n, row["id"]) for n, row in batch])
         return rewards, told
 
-    def micro(original, rows, passes, *rest):
-        batches = original(rows, passes, *rest)
+    def micro(original, model, rows, passes, *rest):
+        batches = original(model, rows, passes, *rest)
         if len(passes) == 2 or job["script"] == "train_grpo":
             seen["micro"].append([len(b) for b in batches])
         return batches
@@ -191,8 +191,8 @@ def mutate(fault):
     if fault == "denominator":
         wrap(losses, "aggregate_weights", lambda f, *a: (f(*a)[0], f(*a)[1] * 1.01))
     elif fault == "row":
-        wrap(packing, "micro_batches", lambda f, rows, *a: f(
-            rows[1:] if isinstance(rows, list) else rows, *a))  # a list: those that are learnt from
+        wrap(packing, "micro_batches", lambda f, model, rows, *a: f(  # a list: those that learn
+            model, rows[1:] if isinstance(rows, list) else rows, *a))
     elif fault == "mask":
         wrap(packing, "tokens", lambda f, rows, rollouts, masks, *a: f(
             rows, rollouts, [m.roll(1) for m in masks], *a))

@@ -148,10 +148,10 @@ def ours(args, folder, turns):
         return score(task, rollouts, batch, group) if args.rewards == "real" else (
             torch.tensor([float(i % 2 == 0) for i in range(len(rollouts))]), [""] * len(rollouts))
 
-    def micro_batches(rows, passes, responses, budget):
+    def micro_batches(model, rows, passes, responses, *rest):
         step.update(zip(("learned", "taught"), (siblings(rows, prompts, responses)
                                                 for prompts in passes), strict=False))
-        return micro(rows, passes, responses, budget)
+        return micro(model, rows, passes, responses, *rest)
 
     def log_line(*values):
         turns.end(flops=flops(config, **step), tokens=sum(sum(row) for *_, row in step["sampled"]))

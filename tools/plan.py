@@ -131,8 +131,6 @@ def memory(args, config, gpu=0):
     if hasattr(args, "ema"):  # each with a demonstration of its own, cut where it is too long
         longest = min(args.max_teacher_prompt, P + 64 + T)
         passes.append([p + [k] * (longest - P) for k, p in enumerate(prompts)])
-    micro = packing.micro_batches(
-        range(len(prompts) // args.updates), passes, responses, args.tokens_per_micro)
     live, fake = Live(), FakeTensorMode(allow_non_fake_inputs=True)
     device, pack = torch.device("cpu"), not args.no_pack
     with fake, live:
@@ -143,6 +141,8 @@ def memory(args, config, gpu=0):
         moving = hasattr(args, "ema") and (args.ema or args.restart_every or args.teacher_init)
         if args.ref_every and (moving or not copies) or getattr(args, "kl_coef", 0):
             copies.append(teaching.Teacher(model).model)
+    micro = packing.micro_batches(model, range(len(prompts) // args.updates), passes, responses,
+                                  args.tokens_per_micro, pack)
     if gpu:
         packing.CHUNK = 2**26
         if args.fsdp == "auto" and common.world() > 1 and common.fills(model, gpu):
