@@ -222,7 +222,8 @@ def table(result):
         *((row[0].ljust(16) + "".join(x.rjust(17) for x in row[1:])).rstrip() for row in rows),
         "share kept: n/a where what was learned is below two errors", "",
         f"backward transfer {points(result['backward_transfer'])}; over benchmarks, relative to the"
-        f" base: mean gain {points(end['gain'])}, mean forgetting {points(end['forgetting'])}",
+        f" base: mean change {points(end['relative'])}, mean gain {points(end['gain'])}, mean "
+        f"forgetting {points(end['forgetting'])} (noise alone makes the last two positive)",
         *(f"{name}: no relative change, since the base scores 0; it changed by "
           f"{100 * cells[-1]['difference']:z.1f} points"
           for name, cells in result["R"].items() if cells[-1]["relative"] is None)])

@@ -98,7 +98,9 @@ def sequence(scores, order):
         known = [c[k] for c in changes.values() if c[k]["relative"] is not None]
         means.append({side: mean([c[side] for c in known],
                                  [c["relative_se"] if c[side] else 0.0 for c in known])
-                      for side in ("gain", "forgetting")})
+                      for side in ("gain", "forgetting")}
+                     | {"relative": mean([c["relative"] for c in known],
+                                         [c["relative_se"] for c in known])})
     back = [d["forgotten"] for d in domains[:-1] if d["forgotten"]]
     back = mean([-x["mean"] for x in back], [x["se"] for x in back])
     return changes, {"domains": domains, "backward_transfer": back, "mean": means}

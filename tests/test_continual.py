@@ -115,7 +115,7 @@ def test_base_of_zero_in_words():
                     for name, d in (("aime24", 25.0), ("gpqa", 0.0))]
     assert "inf" not in text and "nan" not in text
     _, got = sequence({"gpqa": scores["gpqa"]}, ["math", "science"])
-    assert got["mean"][-1] == {"gain": None, "forgetting": None}
+    assert got["mean"][-1] == {"gain": None, "forgetting": None, "relative": None}
     assert got["backward_transfer"] is None
 
 

@@ -4,7 +4,7 @@ Little of it is a formula. Student, teacher and reference are built and sharded,
 micro-batch goes forward and backward, by the trainer's own code, on tensors that have a shape and
 no storage; its ranks are a process group that moves nothing. Counted is what is alive at each
 moment: weights, casts, what FSDP gathers, activations, a chunk of logits, gradients. Prompts and
-responses are as long as the flags allow: a run takes at most what the plan says.
+responses are as long as the flags allow; shorter ones that fill --tokens_per_micro keep more.
 
     python train_sdpo.py --plan --ema 0.05 --gpu_gb 80               # one GPU of 80 GB
     WORLD_SIZE=8 python train_grpo.py --plan --gpu_gb 80 --model Qwen/Qwen3-8B --max_new 4096

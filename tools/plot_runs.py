@@ -22,7 +22,7 @@ DOTS, DOT_DASH, LONG = (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)), (0, (8, 2))
 STYLE = {  # one look for one method, in every figure: label, colour, dash, mark, hatch
     "base": ("base", "0.85", ":", "_", ""),
     "grpo": ("GRPO", "#14507f", "--", "o", "//"),
-    "grpo-equal": ("GRPO at SDPO's lr", "#7fb2d9", DOTS, "v", "\\\\"),
+    "grpo-equal": ("GRPO, equal steps", "#7fb2d9", DOTS, "v", "\\\\"),
     "sdpo": ("SDPO$_0$", "#c1440e", "-", "s", ".."),
     "sdpo-ema0.5": (r"SDPO$_{0.5\%}$", "#f2c14e", LONG, "<", "--"),
     "sdpo-ema1": (r"SDPO$_{1\%}$", "#d98e04", DOT_DASH, ">", "||"),
