@@ -93,7 +93,7 @@ part() { # the runs of a seed; the long ones first, so that no core waits for th
   { for run in $SEQUENCES $SINGLES; do for b in $BASES; do
       name=${run%:*}-b$b-s$1$([ "$run" = "${run#*:}" ] || echo "-${run#*:}")
       [ -d "$RESULTS/$name" ] || echo "$name"
-  done; done; } | xargs -r -n 1 -P "$JOBS" runs/laptop.sh one || echo "part $1: not all of its runs ended well"
+  done; done; } | xargs -r -n 1 -P "$JOBS" runs/laptop.sh one || bad=1
   echo "part $1: $(((SECONDS - began) / 60)) min $(((SECONDS - began) % 60)) s" | tee -a "$RESULTS/times.txt"
 }
 
@@ -109,6 +109,6 @@ main() { # read whole before it runs: the file may be edited meanwhile
   case ${1-} in '' | --*) ;; *) SEEDS=$1 ;; esac
   for seed in $SEEDS; do part "$seed"; done
   $PYTHON tools/plot.py paper "$RESULTS"
-  exit
+  exit "${bad:-0}" # 1: a run failed, the others are done
 }
 main "$@"
