@@ -1,12 +1,13 @@
 """vLLM against the trainer, on the CPU, with a real model (SmolLM2-135M): `make test-vllm`.
 
 Weights reach the engine from whole and from sharded models, on one rank and on two, and a weight
-that does not is seen. What it draws is the model's own distribution, and keyed. Run by torchrun,
-this file is a rank of `test_ranks`.
+that does not is seen. What it draws is the model's own distribution, and keyed. As a
+script this file is a rank of `test_ranks`.
 """
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -31,7 +32,7 @@ import train_grpo  # noqa: E402
 import train_sdpo  # noqa: E402
 
 FLAGS = ("--rollout vllm --data tiny --eval_data tiny --max_prompt 300 --max_new 16 --warmup 0 "
-         "--prompts 2 --group 4 --updates 1 --quiet")
+         "--prompts 1 --group 4 --updates 1 --quiet")
 ASKED = ["What is 3 + 4?", "Name a colour.", "Which word is the odd one? " + "fish " * 120]
 
 
@@ -165,42 +166,49 @@ def test_rescore(smol):
         assert (r.old - r.logprobs).abs().max() < 1e-3 and not torch.equal(r.old, r.logprobs)
 
 
-def test_ranks(folder, tmp_path):
-    """One rank under FSDP and two with and without, before and after the weights moved: the
-    trainer's log-probabilities, and the same samples."""
-    seen = []
-    for ranks, fsdp in (1, ["on"]), (2, ["off", "on"]):
-        torchrun(ranks, __file__, folder, tmp_path / f"{ranks}.json", *fsdp)
-        seen += json.loads((tmp_path / f"{ranks}.json").read_text())
-    assert [run["fsdp"] for run in seen] == [True, False, True]
-    for run in seen:
+def test_ranks(smol, folder, tmp_path, monkeypatch):
+    """Whole or sharded, one rank or two, before and after the weights moved: the trainer's
+    log-probabilities, and the same samples."""
+    two_ranks(__file__, folder, tmp_path / "two.json")
+    runs = [before_and_after(smol), *json.loads((tmp_path / "two.json").read_text())]
+    for name, value in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1).items():
+        monkeypatch.setenv(name, str(value))
+    runs += [before_and_after(Engine(folder, "--fsdp", "on"))]
+    assert [run["fsdp"] for run in runs] == [False, False, True, True]
+    for run in runs:
         assert max(run["gap"]) < 1e-3 < 0.1 < min(run["stale"])
-        assert run["ids"] == seen[0]["ids"] and run["ids"][0] != run["ids"][1]
+        assert run["ids"] == runs[0]["ids"] and run["ids"][0] != run["ids"][1]
 
 
-def torchrun(ranks, *command):
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks),
-         "--master_port", str(29600 + ranks), *map(str, command)], capture_output=True, text=True,
-        timeout=600, cwd=ROOT, check=False)
-    said = [line for line in done.stderr.splitlines() if "error" in line.lower()]
-    assert done.returncode == 0, "\n".join(said)
+def two_ranks(*command):
+    """What torchrun starts, without its own seconds."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [subprocess.Popen(
+        [sys.executable, *map(str, command)], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "RANK": str(n), "LOCAL_RANK": str(n), "WORLD_SIZE": "2",
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}) for n in range(2)]
+    said = [rank.communicate(timeout=900)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)[-3000:]
 
 
-def one_rank(name, out, *modes):
-    runs = []
-    for fsdp in modes:
-        smol = Engine(name, "--fsdp", fsdp)
-        mine = range(common.rank(), len(ASKED), common.world())
-        rollouts = [smol.draw(mine, group=1)]
-        gap = [smol.gap(rollouts[0])]
-        smol.learn()
-        stale = smol.gap(rollouts[0])
-        rollouts += [smol.draw(mine, group=1)]
-        gap += [smol.gap(rollouts[1])]
-        sharded = any(hasattr(p, "full_tensor") for p in smol.model.parameters())
-        runs.append({"fsdp": sharded, "gap": common.gather(gap), "stale": common.gather([stale]),
-                     "ids": [sorted(common.gather(list(ids(r).items()))) for r in rollouts]})
+def before_and_after(engine):
+    """Of all ranks: gaps, those of samples by weights that have moved since, and the samples."""
+    mine = range(common.rank(), len(ASKED), common.world())
+    rollouts = [engine.draw(mine, group=1, max_new=8)]
+    gap = [engine.gap(rollouts[0])]
+    engine.learn()
+    stale = engine.gap(rollouts[0])
+    rollouts += [engine.draw(mine, group=1, max_new=8)]
+    gap += [engine.gap(rollouts[1])]
+    return {"fsdp": any(hasattr(p, "full_tensor") for p in engine.model.parameters()),
+            "gap": common.gather(gap), "stale": common.gather([stale]),
+            "ids": [sorted(common.gather([[r.row, r.ids] for r in part])) for part in rollouts]}
+
+
+def one_rank(name, out):
+    runs = [before_and_after(Engine(name, "--fsdp", fsdp)) for fsdp in ("off", "on")]
     if common.rank() == 0:
         Path(out).write_text(json.dumps(runs))
 
@@ -311,11 +319,10 @@ def test_train(script, flags, folder, tmp_path, monkeypatch):
 
 def test_tensor_parallel(tmp_path):
     """Two ranks that share an engine and a sharded model make the run of one rank."""
-    flags = ["--tiny", "--rollout", "vllm", "--steps", "2", "--prompts", "4", "--updates", "2",
-             "--eval_every", "2", "--eval_prompts", "5", "--quiet", "--save_every", "0", "--out"]
-    rollout._vllm.cache_clear()
-    train_grpo.main(train_grpo.get_args([*flags, str(tmp_path / "1")]))
-    torchrun(2, "train_grpo.py", *flags, tmp_path / "2", "--tp", "2", "--fsdp", "on")
+    flags = ("--tiny --rollout vllm --steps 2 --prompts 4 --group 4 --updates 2 --max_new 32 "
+             "--eval_every 2 --eval_prompts 3 --eval_n 1 --save_every 0 --quiet --out")
+    train_grpo.main(train_grpo.get_args([*flags.split(), str(tmp_path / "1")]))
+    two_ranks("train_grpo.py", *flags.split(), tmp_path / "2", "--tp", "2", "--fsdp", "on")
     one, two = ([json.loads(line) for line in (tmp_path / n / "log.jsonl").open()] for n in "12")
     for name in ("reward", "loss", "entropy", "length", "grad_norm", "eval"):
         first, second = ([line[name] for line in log[name == "eval":]] for log in (one, two))
