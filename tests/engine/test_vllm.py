@@ -208,7 +208,8 @@ def before_and_after(engine):
 
 
 def one_rank(name, out):
-    runs = [before_and_after(Engine(name, "--fsdp", fsdp)) for fsdp in ("off", "on")]
+    runs = [before_and_after(Engine(name, "--prompts", "2", "--fsdp", fsdp))
+            for fsdp in ("off", "on")]
     if common.rank() == 0:
         Path(out).write_text(json.dumps(runs))
 
