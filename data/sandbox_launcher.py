@@ -5,6 +5,7 @@ it is never imported. argv: fd of this code and the program, mode, the trainer's
 report, working directory, Python's base prefix, seconds, megabytes, bytes of files and output.
 """
 import _signal as signal  # the public module costs 7 ms
+import builtins
 import os
 import resource
 import sys
@@ -197,4 +198,5 @@ except BaseException as error:
 os.environ.clear()
 sys.argv, sys.path[:] = ["program.py"], [path for path in sys.path if path]
 sys.modules["__main__"] = main = type(sys)("__main__")
+builtins.exit = builtins.quit = sys.exit  # as the module site would, which -S leaves out
 exec(compile(program, "program.py", "exec"), main.__dict__)
