@@ -36,18 +36,20 @@ def load_model(name, dtype=torch.float32):
     from transformers.utils import logging
     logging.disable_progress_bar()
     path, gguf = str(ROOT / "data" / "tiny_model") if name == "tiny" else str(name), {}
+    safe = {"trust_remote_code": False}  # not even after a question at the terminal
     if Path(path, "log.jsonl").exists():  # a run's folder stands for its last checkpoint
         path = str(max(Path(path).glob("ckpt-*"), default=path))
     if path.endswith(".gguf"):
         path, gguf = str(Path(path).parent), {"gguf_file": Path(path).name}
     try:
-        config = AutoConfig.from_pretrained(path, **gguf)
+        config = AutoConfig.from_pretrained(path, **gguf, **safe)
         for key, value in config.to_dict().items():
             if key.endswith(("dropout", "pdrop")) and isinstance(value, float):
                 setattr(config, key, 0.0)
-        tokenizer = AutoTokenizer.from_pretrained(path, **gguf)
-        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, **gguf)
-    except (OSError, ValueError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(path, **gguf, **safe)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, use_safetensors=True, **gguf, **safe)
+    except (OSError, ValueError, SafetensorError) as error:
         fail(f"no model {name}: {str(error).strip().splitlines()[0]}")
     if gguf:  # de-quantised, but it refuses to be saved: move the weights into one that does not
         weights, generation, config = model.state_dict(), model.generation_config, model.config
@@ -226,7 +228,10 @@ def _load_moments(folder, model, optimizer):
 
 def _open(*paths):
     """{name: function that reads the tensor} over safetensors files."""
-    files = [safe_open(path, "pt") for path in paths]
+    try:
+        files = [safe_open(path, "pt") for path in paths]
+    except (OSError, SafetensorError) as error:  # a pickle, say
+        fail(f"{', '.join(map(str, paths))}: {error}")
     return {name: lambda f=file, n=name: f.get_tensor(n)
             for file in files for name in file.keys()}  # noqa: SIM118
 

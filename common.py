@@ -33,6 +33,8 @@ from torch.distributed.fsdp import (
 )
 from tqdm import tqdm
 
+from data.watch import watch
+
 ROOT = Path(__file__).parent
 TINY = dict(model="tiny", data="tiny", prompts=16, group=8, max_prompt=160, max_new=64, steps=60,
             warmup=5, max_teacher_prompt=320, eval_every=20, save_every=20,
@@ -41,7 +43,7 @@ ON_OFF = argparse.BooleanOptionalAction  # a flag that is on, and --no-flag
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 # what may change when a run is resumed: how far and how fast it goes, never what it computes
 FREE = {"resume", "out", "steps", "eval_every", "save_every", "keep", "tokens_per_micro", "quiet",
-        "vllm_memory", "tp", "plan", "gpu_gb", "wandb"}
+        "vllm_memory", "tp", "plan", "gpu_gb", "wandb", "skip_bad"}
 # the means that every log line holds; null where nothing was counted
 MEANS = ("reward", "loss", "jsd", "entropy", "teacher_entropy", "kl_ref", "length", "artifact",
          "boxed", "frac_truncated", "frac_distilled", "frac_cut", "frac_think", "frac_zero_adv",
@@ -126,6 +128,7 @@ def add_run_args(parser, lr, updates):
     add("--task", default="math", help="math, science, tooluse, coding, logic, knowledge")
     add("--data", help="short name, hub id, .jsonl file, tiny (default: the paper's training set)")
     add("--eval_data", help="the same, to evaluate on (default: the task's own benchmarks)")
+    add("--skip_bad", action="store_true", help="leave rows that cannot be read out; count them")
     add("--tiny", action="store_true", help="laptop scale: model, data, lengths, batch, steps, lr")
     add("--think", action="store_true", help="the chat template's thinking switch, everywhere")
     add("--max_prompt", type=count, default=2048, help="longer prompts are dropped and counted")
@@ -433,37 +436,6 @@ def peak_memory_gb():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30
     status = Path("/proc/self/status").read_text()  # a child's ru_maxrss starts at its parent's
     return int(status.split("VmHWM:")[1].split()[0]) / 2**20
-
-
-def watch(state, line):
-    """Collapse watch: reads a log line, keeps what it needs in `state`, and returns new warnings,
-    each kind once a run. It never stops or alters the run."""
-    seen = state.setdefault("seen", dict(line, mean=line["reward"], best=0, jsd=0, idle=0, still=0))
-    told, jsd, found = state.setdefault("told", set()), line["jsd"] or 0.0, {}
-    seen["mean"] += 0.2 * (line["reward"] - seen["mean"])
-    seen["best"], seen["jsd"] = max(seen["best"], seen["mean"]), max(seen["jsd"], jsd)
-    seen["idle"] = line["skipped"] and seen["idle"] + 1
-    seen["still"] = not line["skipped"] and line["grad_norm"] < 1e-4 and seen["still"] + 1
-    if seen["mean"] < seen["best"] / 2 and seen["best"] > 0.05:
-        found["reward"] = f"running reward {seen['mean']:.3f}, half its best {seen['best']:.3f}"
-    if line["artifact"] > max(0.5, 2 * seen["artifact"]):
-        found["artifact"] = f"one repeated n-gram fills {line['artifact']:.0%} of a response"
-    if line["boxed"] > max(3, 3 * seen["boxed"]):
-        found["boxed"] = f"{line['boxed']:.1f} \\boxed a response, {seen['boxed']:.1f} at the start"
-    if line["jsd"] is not None and jsd < 0.01 * seen["jsd"]:
-        found["jsd"] = f"jsd {jsd:.1e} has gone to 0 from {seen['jsd']:.1e}"
-    if line["eval"] is not None:
-        rise, seen["eval"] = line["reward"] - seen["reward"], seen["eval"] or line["eval"]
-        if rise > 0.1 and line["eval"] < seen["eval"] - 0.05:
-            found["gap"] = (f"reward has risen by {rise:.2f}, and fallen on held-out prompts, from "
-                            f"{seen['eval']:.3f} to {line['eval']:.3f}")
-    if seen["idle"] >= 50:
-        found["idle"] = "nothing to learn from in 50 steps"
-    if seen["still"] >= 10:
-        found["still"] = f"grad_norm under 1e-4 for 10 steps, now {line['grad_norm']:.1e}"
-    new = found.keys() - told
-    told |= new
-    return [f"step {line['step']}: {found[kind]}" for kind in sorted(new)]
 
 
 def lock(folder):

@@ -56,11 +56,7 @@ def get_args(argv=None):
     add("--carry_optimizer", action="store_true", help="and its AdamW moments; warm-ups remain")
     add("--out", required=True, help="folder of the sequence; one that is there goes on")
     add = parser.add_argument_group("evaluation of the base and after every stage").add_argument
-    add("--tasks", default="paper", help="benchmarks, as eval.py takes them")
-    add("--n", type=int, default=16, help="samples to a prompt")
-    add("--temperature", type=float, default=0.6, help="0: the most likely token")
-    add("--top_p", type=float, default=0.95, help="1: nothing is cut off")
-    add("--limit", type=int, default=0, help="prompts of each benchmark (0: all)")
+    eval.add_sampling_args(add)
     add("--eval_seed", type=int, default=0, help="of the samples, and of what a benchmark draws")
     add("--base_eval", metavar="FILE", help="eval-0.json of another sequence from the same base")
     args, flags = parser.parse_known_args(argv)
@@ -90,7 +86,7 @@ def get_args(argv=None):
         for path in (Path(args.base_eval), Path(args.base_eval).with_suffix(".jsonl")):
             if not path.is_file():
                 parser.error(f"--base_eval {args.base_eval}: there is no file {path}")
-        same(parser, args.base_eval, settings, {"out", "vllm_memory", "tp"})
+        same(parser, args.base_eval, settings, {"out", "vllm_memory", "tp", "skip_bad"})
     if config.exists():
         same(parser, config, {**args.trainer, **vars(args)},
              common.FREE | {"base_eval", "flags", "trainer"})
@@ -136,7 +132,8 @@ def evaluation(args, k, model):
         "max_prompt", "max_new", "dtype", "fsdp", "rollout", "vllm_memory", "tp")}
     flags |= {"model": model, "seed": args.eval_seed, "out": Path(args.out, f"eval-{k}.json")}
     return eval.get_args([*(f"--{name}={value}" for name, value in flags.items()),
-                          *(f"--{name}" for name in ("think", "tiny") if args.trainer[name])])
+                          *(f"--{name}" for name in ("think", "tiny", "skip_bad")
+                            if args.trainer[name])])
 
 
 def main(args):

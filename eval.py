@@ -76,10 +76,7 @@ def best(state, line):
 
 def read(task, source, split, tokenizer, args, limit, hint=""):
     """Rows of a benchmark whose prompt fits; exits with 2 and the reason where there are none."""
-    try:
-        rows = task.load(source, split, limit=limit or None, seed=args.seed)
-    except ValueError as error:
-        common.fail(f"{source}: {error}{hint}")
+    rows = batches.read(task, source, split, args, source, limit or None, hint)
     kept = batches.fitting(rows, task, tokenizer, args)
     if not kept:
         common.fail(f"{source}: none of {len(rows)} prompts has --max_prompt {args.max_prompt} "
@@ -89,23 +86,30 @@ def read(task, source, split, tokenizer, args, limit, hint=""):
 
 # ---- the script ----------------------------------------------------------------------------------
 
+def add_sampling_args(add):
+    """What is sampled, and how; continual.py takes these too."""
+    add("--tasks", default="paper", help="paper, tiny, or benchmarks with commas between them; "
+        "name=SOURCE takes its rows from a .jsonl file or hub id")
+    add("--n", type=int, default=16, help="samples to a prompt")
+    add("--temperature", type=float, default=0.6, help="0: the most likely token")
+    add("--top_p", type=float, default=0.95, help="1: nothing is cut off")
+    add("--limit", type=int, default=0, help="prompts of each benchmark (0: all)")
+
+
 def get_args(argv=None):
     parser = common.Parser(description=__doc__)
     add = parser.add_argument_group("what").add_argument
     add("--model", nargs="+", default=["Qwen/Qwen3-4B"], help="hub ids, folders, .gguf files, tiny")
-    add("--tasks", default="paper", help="paper, tiny, or benchmarks with commas between them; "
-        "name=SOURCE takes its rows from a .jsonl file or hub id")
     add("--baseline", help="the model to compare with, on the same prompts")
     add("--tiny", action="store_true", help="the six laptop-scale benchmarks")
     add = parser.add_argument_group("how").add_argument
-    add("--n", type=int, default=16, help="samples to a prompt")
-    add("--temperature", type=float, default=0.6, help="0: the most likely token")
-    add("--top_p", type=float, default=0.95, help="1: nothing is cut off")
+    add_sampling_args(add)
     add("--think", action="store_true", help="the chat template's thinking switch")
-    add("--limit", type=int, default=0, help="prompts of each benchmark (0: all)")
     add("--max_prompt", type=int, default=2048, help="longer prompts are dropped and counted")
     add("--max_new", type=int, default=8192, help="longest response, in tokens")
-    add("--dtype", default="auto", choices=["auto", *common.DTYPES], help="auto: bf16 on CUDA")
+    add("--skip_bad", action="store_true", help="leave rows that cannot be read out; count them")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"],
+        help="compute, over float32 weights (auto: bf16 on CUDA)")
     add("--fsdp", default="auto", choices=["auto", "on", "off"],
         help="shard the model over the ranks")
     common.add_rollout_args(add)

@@ -29,7 +29,7 @@ import losses
 import packing
 import rollout
 import teacher as teaching
-from data import batches
+from data import batches, watch
 
 # ==== the algorithm's own: flags, conditions on them, what a row learns from ====
 TINY = dict(lr=1e-4)  # set by --tiny, beside common.TINY
@@ -160,7 +160,7 @@ def main(args, bar=None):
             common.tally(sums, mismatch_kl=rollout.rescore(model, rollouts, budget, pack))
         rewards, feedback = batches.score(task, rollouts, batch, args.group)
         prompts, responses = [r.prompt for r in rollouts], [r.ids for r in rollouts]
-        common.tally(sums, **rollout.measure(rollouts, rewards, task))
+        common.tally(sums, **watch.measure(rollouts, rewards, task))
         if args.ref_every and step % args.ref_every == 0:
             base, _ = rollout.logprobs(reference.model, rollouts, budget, pack)
             kl = losses.kl_k3(torch.cat([r.old for r in rollouts]), torch.cat(base))
@@ -225,7 +225,7 @@ def main(args, bar=None):
         if held_out and step % args.eval_every == 0:
             line["eval"] = held_out(sampler, step)
             state = eval.best(state, line)
-        log.write(line, rollout.samples(tokenizer, rollouts, rewards, passes))
+        log.write(line, watch.samples(tokenizer, rollouts, rewards, passes))
         stop = common.asked_to_stop()
         if stop or step in (args.steps, state.get("best_step")) or (
                 args.save_every and step % args.save_every == 0):

@@ -6,16 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from common import fail, rank, world
+from data import hub
 from rollout import encode, keyed_generator
 
 
 def load_rows(args, task, tokenizer):
     """Training rows whose prompt fits in --max_prompt. Each has gained "ids", its prompt's tokens,
     and "opened", the tag of the reasoning block that the prompt itself opens, or ""."""
-    try:
-        rows = task.load(args.data, "train", seed=args.seed)
-    except ValueError as error:
-        fail(f"--data {args.data}: {error}")
+    rows = read(task, args.data, "train", args, where=f"--data {args.data}")
     kept = fitting(rows, task, tokenizer, args)
     if not kept:
         fail(f"--data {args.data}: none of its {len(rows)} prompts has --max_prompt "
@@ -25,6 +23,20 @@ def load_rows(args, task, tokenizer):
         fail(f"--data {args.data}: --task {args.task} gives its own gold answers 0 ({wrong[0]}): "
              "are these rows of another task?")
     return kept
+
+
+def read(task, source, split, args, where, limit=None, hint=""):
+    """task.load, with its refusals as exit code 2; --skip_bad leaves rows that cannot be read out
+    and counts them on stderr."""
+    with hub.skipping(args.skip_bad) as bad:
+        try:
+            rows = task.load(source, split, limit=limit, seed=args.seed)
+        except ValueError as error:
+            fail(f"{where}: {error}{hint}")
+    if bad and rank() == 0:
+        print(f"--skip_bad: left {len(bad)} of {len(rows) + len(bad)} rows of {source} out; the "
+              f"first: {bad[0]}", file=sys.stderr)
+    return rows
 
 
 def gold_scores(task, rows):

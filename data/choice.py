@@ -1,7 +1,7 @@
 """Multiple choice, for science, knowledge and logic: rows, and the letter that an answer names."""
 import re
 
-from data import hub
+from data import hub, thinking
 
 LETTER_ALONE = re.compile(r"[(\[{]?\s*([A-Ja-j])\s*[)\]}]?\s*[.:;,]?")
 NEXT = r"\s*(?!(?:and|or|nor)\b|[,&/(])"  # what would name a second option
@@ -43,13 +43,13 @@ def row(question: str, options: list[str], right: int, name, place: str) -> dict
 
 def boxed_letter(response: str) -> str | None:
     """The letter in the last box after the reasoning, or None."""
-    box = hub.last_boxed(hub.after_thinking(response) or "")
+    box = hub.last_boxed(thinking.after_thinking(response) or "")
     return letter_of(box) if box else None
 
 
 def score_boxed(response: str, answer: str) -> tuple[float, str]:
     r"""1.0 if the last \boxed{..} after the reasoning names the option, else 0.0; and feedback."""
-    text = hub.after_thinking(response)
+    text = thinking.after_thinking(response)
     if text is None:
         return 0.0, "The reasoning was never closed, so there is no answer after it."
     box = hub.last_boxed(text)

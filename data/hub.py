@@ -4,6 +4,7 @@ Rows come from a Hugging Face data set (memory-mapped by `datasets`) or from a l
 a folder of them, with the same columns. Whatever is wrong with them is one DataError line that
 says where, what was found and what would be right.
 """
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -36,6 +37,36 @@ class DataError(ValueError):
     """One line: the place (file:line or hub id, split and row), what is wrong, what is right."""
 
 
+_left_out: list[str] | None = None  # within skipping(): what is wrong with each row left out
+
+
+@contextlib.contextmanager
+def skipping(on: bool = True):
+    """--skip_bad: rows that cannot be read are left out, and what was wrong with each is listed."""
+    global _left_out
+    listed, _left_out = [], None
+    _left_out = listed if on else None
+    try:
+        yield listed
+    finally:
+        _left_out = None
+
+
+@contextlib.contextmanager
+def at(place: str, right: str = "a row as the data set has them"):
+    """One row is read: whatever is raised, hostile rows raise anything, becomes one DataError line
+    with its place, or, within skipping(), leaves the row out."""
+    try:
+        yield
+    except Exception as error:
+        told = str(error) if isinstance(error, DataError) else (
+            f"{place}: {type(error).__name__}: {error}; expected {right}")
+        told = " ".join(told.split())
+        if _left_out is None:
+            raise DataError(told[:1000]) from error
+        _left_out.append(told[:1000])
+
+
 def read_rows(source: str, columns: dict | list[dict], split: str | None = None,
               config: str | None = None, revision: str | None = None) -> Iterator[tuple[str, dict]]:
     """Yields (place, row) of a short name, a hub id, a .jsonl file or URL, or a folder of files.
@@ -45,7 +76,8 @@ def read_rows(source: str, columns: dict | list[dict], split: str | None = None,
       alternatives; the first row decides which one holds. Hub rows carry no other columns.
     split, config, revision: of a hub data set, where they differ from SOURCES; config "*" is all of
       them. A file is one split already and ignores all three.
-    Raises DataError for an unknown source, an empty one, bad JSON, a missing or mistyped column.
+    Raises DataError for an unknown source, an empty one, bad JSON, a missing or mistyped column;
+    the rows themselves may be left out instead, see skipping().
     """
     alternatives = columns if isinstance(columns, list) else [columns]
     if Path(source).exists() or source.endswith((".jsonl", ".json")):
@@ -54,15 +86,19 @@ def read_rows(source: str, columns: dict | list[dict], split: str | None = None,
         rows = _hub_rows(source, alternatives, split, config, revision)
     chosen = None
     for place, row in rows:
-        if chosen is None:  # the alternative with the fewest faults explains itself best
-            chosen = min(alternatives, key=lambda columns: len(_faults(row, columns)))
-        faults = _faults(row, chosen)
-        if faults:
-            wanted = ", ".join(f"{name} {_name(kind)}" for name, kind in chosen.items())
+        # until one is chosen: the alternative with the fewest faults explains itself best
+        best = chosen or min(alternatives, key=lambda columns: len(_faults(row, columns)))
+        faults = _faults(row, best)
+        if not faults:
+            chosen = best
+            yield place, row
+            continue
+        with at(place):
+            wanted = ", ".join(f"{name} {_name(kind)}" for name, kind in best.items())
             raise DataError(f"{place}: {faults[0]}; the columns are: {wanted}")
-        yield place, row
     if chosen is None:
-        raise DataError(f"{source}: no rows; expected one JSON object a line")
+        raise DataError(_left_out[0] if _left_out else
+                        f"{source}: no rows; expected one JSON object a line")
 
 
 def _file_rows(source: str) -> Iterator[tuple[str, dict]]:
@@ -81,14 +117,24 @@ def _file_rows(source: str) -> Iterator[tuple[str, dict]]:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
-                try:
-                    row = json.loads(line)
-                except ValueError as error:  # bad JSON and bad UTF-8 alike
-                    raise DataError(f"{file}:{number}: not JSON ({error}); expected one object a "
-                                    "line, in UTF-8") from error
-                if not isinstance(row, dict):
-                    raise DataError(f"{file}:{number}: a {type(row).__name__}, expected an object")
-                yield f"{file}:{number}", row
+                row = None
+                with at(f"{file}:{number}"):
+                    row = _object(line, f"{file}:{number}")
+                if row is not None:
+                    yield f"{file}:{number}", row
+
+
+def _object(line: bytes, place: str) -> dict:
+    try:
+        row = json.loads(line)
+        if b"\\ud" in line.lower():  # half a character: no tokenizer takes it
+            json.dumps(row, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:  # bad JSON and bad UTF-8 alike
+        raise DataError(f"{place}: not JSON ({error}); expected one object a line, in "
+                        "UTF-8") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{place}: a {type(row).__name__}, expected an object")
+    return row
 
 
 def _hub_rows(source, alternatives, split, config, revision) -> Iterator[tuple[str, dict]]:
@@ -157,21 +203,6 @@ BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{
 
 
 # ---- the answer in a response ----------------------------------------------------------------
-
-THINKING = re.compile(r"<(/?)(?:think|reasoning)>")
-
-
-def after_thinking(response: str) -> str | None:
-    """The text after the reasoning: what follows the last closing tag, of either kind.
-
-    CONVENTION (case Q16, M72): only text after the reasoning can be the answer, and reasoning that
-    was opened and never closed leaves none (None). A lone closing tag closes from the start.
-    """
-    tags = list(THINKING.finditer(response))
-    if not tags:
-        return response
-    return response[tags[-1].end():] if tags[-1].group(1) else None
-
 
 def last_boxed(text: str) -> str | None:
     r"""Content of the last complete \boxed{..}, braces balanced, escaped ones not counted; the

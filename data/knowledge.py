@@ -27,15 +27,16 @@ def load(source: str, split: str | None = None, limit: int | None = None,
         return tiny(split, limit, seed)
     rows = []
     for number, (place, row) in enumerate(hub.read_rows(source, [MMLU, GPQA], split)):
-        if "Question" in row:
-            options = [row["Correct Answer"]] + [row[f"Incorrect Answer {i}"] for i in (1, 2, 3)]
-            order = list(range(4))
-            random.Random(number).shuffle(order)
-            right, options = order.index(0), [options[i].strip() for i in order]
-            rows.append(choice.row(row["Question"].strip(), options, right,
+        with hub.at(place):
+            if "Question" in row:
+                options = [row[name] for name in list(GPQA)[1:5]]  # the right one first
+                order = list(range(4))
+                random.Random(number).shuffle(order)
+                right, options = order.index(0), [options[i].strip() for i in order]
+                rows.append(choice.row(row["Question"].strip(), options, right,
                                        row.get("Record ID") or place, place))
-        elif row["error_type"] == "ok":
-            rows.append(choice.row(row["question"], row["choices"], row["answer"], place,
+            elif row["error_type"] == "ok":
+                rows.append(choice.row(row["question"], row["choices"], row["answer"], place,
                                        place))
     if source in ("mmlu_redux", hub.SOURCES["mmlu_redux"][0]) and len(rows) != OK_ROWS:
         raise hub.DataError(f"{source}: {len(rows)} rows with error_type ok, expected {OK_ROWS}")

@@ -9,7 +9,7 @@ import json
 import re
 from types import NoneType
 
-from data import choice, hub, tiny_rows
+from data import choice, hub, thinking, tiny_rows
 
 TRAIN = None
 THINK_TAGS = ("<think>", "</think>")
@@ -35,16 +35,17 @@ def load(source: str, split: str | None = None, limit: int | None = None,
     for place, row in hub.read_rows(source, [CHOICE, GRID], split):
         if source == "zebra" and len(rows) == PAPER_ROWS:
             break
-        if "choices" in row:
-            if row.get("answer") not in row["choices"]:
-                raise hub.DataError(f"{place}: answer {row.get('answer')!r} is none of the choices"
-                                    "; the public set has no answers, the -private one (gated) has")
-            rows.append(choice.row(f"{row['puzzle']}\n\n{row['question']}", row["choices"],
-                                       row["choices"].index(row["answer"]),
-                                       row.get("id", place), place))
-        else:
-            rows.append(_grid_row(row, place))
+        with hub.at(place):
+            rows.append(_choice_row(row, place) if "choices" in row else _grid_row(row, place))
     return rows[:limit]
+
+
+def _choice_row(row: dict, place: str) -> dict:
+    if row.get("answer") not in row["choices"]:
+        raise hub.DataError(f"{place}: answer {row.get('answer')!r} is none of the choices; the "
+                            "public set has no answers, the -private one (gated) has")
+    return choice.row(f"{row['puzzle']}\n\n{row['question']}", row["choices"],
+                      row["choices"].index(row["answer"]), row.get("id", place), place)
 
 
 def _grid_row(row: dict, place: str) -> dict:
@@ -68,7 +69,7 @@ def score(response: str, answer: str | dict) -> tuple[float, str]:
     """1.0 if the boxed letter, or every cell of the last JSON object, is right, else 0.0."""
     if not isinstance(answer, dict):
         return choice.score_boxed(response, answer)
-    text = hub.after_thinking(response)
+    text = thinking.after_thinking(response)
     if text is None:
         return 0.0, "The reasoning was never closed, so there is no answer after it."
     grid = _last_grid(text)
@@ -94,7 +95,7 @@ def _last_grid(text: str) -> dict | None:
 
 def answer_of(response: str) -> str | None:
     """The letter in the last box after the reasoning, or else the last grid as JSON, or None."""
-    grid = _last_grid(hub.after_thinking(response) or "")
+    grid = _last_grid(thinking.after_thinking(response) or "")
     return choice.boxed_letter(response) or (grid and json.dumps(grid, sort_keys=True))
 
 

@@ -10,7 +10,7 @@ The authors' scorer sees the last 100 characters only, so that a long boxed answ
 """
 import re
 
-from data import hub, math_equal, math_workers, tiny_rows
+from data import hub, math_equal, math_workers, thinking, tiny_rows
 
 TRAIN = "dapo"
 THINK_TAGS = ("<think>", "</think>")
@@ -47,25 +47,26 @@ def load(source: str, split: str | None = None, limit: int | None = None,
     math_workers.require_math_verify()
     rows, seen = [], set()
     for place, row in hub.read_rows(source, [DAPO, PROCESSED, ANSWERED, AIME24, GSM8K], split):
-        if "extra_info" in row:
-            problem, answer = _dapo(row, place)
-            keys = {" ".join(problem.split()), (re.sub(r"[\W_]+", "", problem).lower(), answer)}
-            if keys & seen:
-                continue
-            seen |= keys
-            name = row["extra_info"]["index"]
-        elif "question" in row:
-            problem, name = row["question"], place
-            _, mark, answer = row["answer"].rpartition("####")
-            answer = math_equal.integer(answer) if mark else None
-        else:
-            problem, name = row["problem"], row.get("unique_id", row.get("id", place))
-            answer = str(row["answer"]) if "answer" in row else hub.last_boxed(row["solution"])
-        if not answer or not answer.strip():
-            raise hub.DataError(f"{place}: no gold answer; expected a text or integer, a "
-                                "\\boxed{..} in a solution, or #### and an integer in GSM8K")
-        rows.append({"messages": [{"role": "user", "content": problem + hub.BOXED}],
-                     "answer": answer.strip(), "id": str(name)})
+        with hub.at(place):
+            if "extra_info" in row:
+                problem, answer = _dapo(row, place)
+                keys = {" ".join(problem.split()), (re.sub(r"[\W_]+", "", problem).lower(), answer)}
+                if keys & seen:
+                    continue
+                seen |= keys
+                name = row["extra_info"]["index"]
+            elif "question" in row:
+                problem, name = row["question"], place
+                _, mark, answer = row["answer"].rpartition("####")
+                answer = math_equal.integer(answer) if mark else None
+            else:
+                problem, name = row["problem"], row.get("unique_id", row.get("id", place))
+                answer = str(row["answer"]) if "answer" in row else hub.last_boxed(row["solution"])
+            if not answer or not answer.strip():
+                raise hub.DataError(f"{place}: no gold answer; expected a text or integer, a "
+                                    "\\boxed{..} in a solution, or #### and an integer in GSM8K")
+            rows.append({"messages": [{"role": "user", "content": problem + hub.BOXED}],
+                         "answer": answer.strip(), "id": str(name)})
         if limit is not None and len(rows) == limit:
             break
     return rows
@@ -87,7 +88,7 @@ def _dapo(row: dict, place: str) -> tuple[str, str]:
 
 def score(response: str, answer: str) -> tuple[float, str]:
     """1.0 if the last box after the reasoning holds a value equal to the gold answer, else 0.0."""
-    text = hub.after_thinking(response)
+    text = thinking.after_thinking(response)
     if text is None:
         return 0.0, "The reasoning was never closed, so there is no answer after it."
     box = hub.last_boxed(text)
@@ -109,7 +110,7 @@ def score(response: str, answer: str) -> tuple[float, str]:
 
 def answer_of(response: str) -> str | None:
     """What the last box after the reasoning holds, for maj@n; None without one."""
-    return (hub.last_boxed(hub.after_thinking(response) or "") or "").strip() or None
+    return (hub.last_boxed(thinking.after_thinking(response) or "") or "").strip() or None
 
 
 def render(answer: str) -> str:

@@ -10,7 +10,7 @@ and reads the letter as choice.letter_of says.
 """
 from collections import Counter
 
-from data import choice, hub, tiny_rows
+from data import choice, hub, thinking, tiny_rows
 
 TRAIN = "sciknoweval"
 THINK_TAGS = ("<reasoning>", "</reasoning>")
@@ -57,11 +57,12 @@ def load(source: str, split: str = "train", limit: int | None = None, seed: int 
         path, domain = source.split(":")
     rows, pool = [], []
     for place, row in hub.read_rows(path, [HUB, SDPO], split="test"):
-        if "system" in row:
-            rows.append(_row(row["system"], row["prompt"], row["answer"], row.get("idx", place),
-                             place))
-        elif is_used(row):
-            pool.append((place, row))
+        with hub.at(place):
+            if "system" in row:
+                rows.append(_row(row["system"], row["prompt"], row["answer"], row.get("idx", place),
+                                 place))
+            elif is_used(row):
+                pool.append((place, row))
     return (rows or _split(pool, domain.capitalize(), split, path))[:limit]
 
 
@@ -93,8 +94,9 @@ def _split(pool: list[tuple[str, dict]], domain: str, split: str, source: str) -
             # zip: a Material row has five texts and four labels; the authors drop the fifth, too
             options = "\n".join(f"{label}: {text}" for label, text
                                 in zip(choices["label"], choices["text"], strict=False))
-            rows.append(_row(SYSTEM, f"{row['question']}\n\n{options}\nPlease reason step by step.",
-                             row["answerKey"], f"{name.lower()}-{i}", place))
+            asked = f"{row['question']}\n\n{options}\nPlease reason step by step."
+            with hub.at(place):
+                rows.append(_row(SYSTEM, asked, row["answerKey"], f"{name.lower()}-{i}", place))
     return rows
 
 
@@ -113,7 +115,7 @@ def _row(system: str, question: str, answer: str, name, place: str) -> dict:
 
 def score(response: str, answer: str) -> tuple[float, str]:
     """1.0 if the last <answer>..</answer> after the reasoning names the option, else 0.0."""
-    text = hub.after_thinking(response)
+    text = thinking.after_thinking(response)
     if text is None:
         return 0.0, "The reasoning was never closed, so there is no answer after it."
     start = text.rfind("<answer>")
@@ -128,7 +130,7 @@ def score(response: str, answer: str) -> tuple[float, str]:
 
 def answer_of(response: str) -> str | None:
     """The letter in the last <answer> tag after the reasoning, or None."""
-    tag = (hub.after_thinking(response) or "").rpartition("<answer>")[2].partition("</answer>")
+    tag = (thinking.after_thinking(response) or "").rpartition("<answer>")[2].partition("</answer>")
     return choice.letter_of(tag[0]) if tag[1] else None
 
 

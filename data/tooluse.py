@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from data import bfcl, hub, tiny_rows
+from data import bfcl, hub, thinking, tiny_rows
 from data.bfcl import canonical
 
 TRAIN = "toolalpaca"
@@ -50,7 +50,7 @@ def load(source: str, split: str = "train", limit: int | None = None, seed: int 
     path = {"toolalpaca": f"{SDPO}{split}.json", "bfcl": BFCL}.get(source, source)
     gold, rows = None, []
     for place, row in hub.read_rows(path, [PROCESSED_COLUMNS, TOOLALPACA_COLUMNS, BFCL_COLUMNS]):
-        try:
+        with hub.at(place, "a prompt and gold calls"):
             if "function" in row:
                 gold = _possible_answers(path) if gold is None else gold
                 rows.append(_bfcl_row(row, gold))
@@ -60,8 +60,6 @@ def load(source: str, split: str = "train", limit: int | None = None, seed: int 
                 if not _calls(row["answer"]):
                     raise ValueError("no gold call")
                 rows.append(_row(row["prompt"], row["answer"], row.get("idx", len(rows))))
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            raise hub.DataError(f"{place}: {error!r}; expected a prompt and gold calls") from error
     return rows[:limit]
 
 
@@ -158,7 +156,7 @@ def score(response: str, answer) -> tuple[float, str]:
     rows do not say which call depends on which. Broken JSON in ANY call is 0 (T16).
     """
     try:
-        calls = parse(hub.after_thinking(response) or "")
+        calls = parse(thinking.after_thinking(response) or "")
         if not calls:
             return 0.0, ("There is no call after the reasoning; a call is a line 'Action: <tool>' "
                          "and a line 'Action Input: <JSON object>'.")
@@ -183,7 +181,7 @@ def score(response: str, answer) -> tuple[float, str]:
 
 def answer_of(response: str) -> str | None:
     """The calls after the reasoning in one canonical text, whatever their order, or None."""
-    calls = parse(hub.after_thinking(response) or "")
+    calls = parse(thinking.after_thinking(response) or "")
     return "\n".join(sorted(f"{name} {json.dumps(arguments, sort_keys=True)}"
                             for name, arguments, _ in calls)) or None
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import hub, math, math_equal, math_workers
+from data import hub, math, math_equal, math_workers, thinking
 
 HERE = Path(__file__).parent
 SHARED = HERE.parents[1] / "shared" / "data" / "math"
@@ -230,9 +230,9 @@ def test_boxes_and_thinking():
     assert hub.last_boxed("\\boxed {5}\\\\{") == "5"
     assert hub.last_boxed("\\boxed{\\left\\{ 1 \\right.} or") == "\\left\\{ 1 \\right."
     assert hub.last_boxed("\\boxedx{5} \\boxed{") is None
-    assert hub.after_thinking("<think>a</think>b<think>c</think> d") == " d"
-    assert hub.after_thinking("a</think>b") == "b"
-    assert hub.after_thinking("a</think>b<reasoning>c") is None
+    assert thinking.after_thinking("<think>a</think>b<think>c</think> d") == " d"
+    assert thinking.after_thinking("a</think>b") == "b"
+    assert thinking.after_thinking("a</think>b<reasoning>c") is None
     assert math.score("<think>\\boxed{5}</think> so \\boxed{6}", "6")[0] == 1.0
     assert math.score("<think>\\boxed{5}</think> so", "5")[0] == 0.0
     start = time.monotonic()

@@ -14,10 +14,10 @@ import pytest
 import worker
 
 import checkpoint
-import common
 import data
 import eval
 import rollout
+from data import watch
 from data.scores import majority, pass_at_k
 
 ROWS = Path(__file__).parent / "rows" / "cases.jsonl"
@@ -282,12 +282,12 @@ def test_held_out(models, monkeypatch):
 def test_case_S26_the_gap_between_training_and_held_out_prompts_is_flagged():
     given, state = CASES["S26"]["input"], {}
     line = {"artifact": 0.0, "boxed": 1.0, "jsd": 0.1, "skipped": False, "grad_norm": 1.0}
-    told = [common.watch(state, {**line, "step": i, "reward": train, "eval": held_out})
+    told = [watch.watch(state, {**line, "step": i, "reward": train, "eval": held_out})
             for i, (train, held_out) in enumerate(zip(given["train"], given["val"], strict=True))]
     (warning,) = sum(told, [])
     assert "risen by 0.40, and fallen on held-out prompts, from 0.500 to 0.400" in warning
     state = {}  # both rise
-    assert not any(common.watch(state, {**line, "step": i, "reward": r, "eval": r})
+    assert not any(watch.watch(state, {**line, "step": i, "reward": r, "eval": r})
                    for i, r in enumerate(given["train"]))
 
 
@@ -297,13 +297,13 @@ def test_watch():
                 skipped=False, eval=None)
     state = {}
     for step in range(1, 13):
-        told = common.watch(state, {**line, "step": step, "grad_norm": 1e-5})
+        told = watch.watch(state, {**line, "step": step, "grad_norm": 1e-5})
         assert bool(told) == (step == 10)
     for change, kind, steps in (({"reward": 0.0}, "reward", 4), ({"artifact": 0.9}, "n-gram", 1),
                                 ({"boxed": 9.0}, "boxed", 1), ({"jsd": 1e-4}, "jsd", 1),
                                 ({"skipped": True, "grad_norm": 0.0}, "nothing to learn", 50)):
         state = {}
-        assert not any(common.watch(state, {**line, "step": step}) for step in range(20))
-        told = [common.watch(state, {**line, **change, "step": 20 + i}) for i in range(60)]
+        assert not any(watch.watch(state, {**line, "step": step}) for step in range(20))
+        told = [watch.watch(state, {**line, **change, "step": 20 + i}) for i in range(60)]
         assert [i for i, warnings in enumerate(told) if warnings] == [steps - 1], kind
         assert len(told[steps - 1]) == 1 and kind in told[steps - 1][0]

@@ -15,7 +15,7 @@ import data
 import losses
 import packing
 import rollout
-from data import batches
+from data import batches, watch
 
 ROWS = Path(__file__).parent / "rows" / "cases.jsonl"
 CASES = {case["id"]: case for case in map(json.loads, ROWS.open())}
@@ -272,7 +272,7 @@ def l24(given, expected, models):
 def l25(given, expected, models):
     made = [SimpleNamespace(ids=[7] * n, text="", entropy=torch.zeros(n), finished=not cut)
             for n, cut in zip(given["lengths"], given["truncated"], strict=True)]
-    measured = rollout.measure(made, torch.zeros(2), data.math)
+    measured = watch.measure(made, torch.zeros(2), data.math)
     assert sum(measured["length"]) / 2 == expected["mean"]
     assert [min(measured["length"]), max(measured["length"])] == [expected["min"], expected["max"]]
     assert measured["frac_truncated"] == [0.0, 1.0]
@@ -432,7 +432,7 @@ def p03(given, expected, models):
     assert got == tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=True,
                                                 return_dict=False)
     fake = rollout.Rollout(0, got, [5], torch.zeros(1), torch.zeros(1), False, "")
-    (shown,) = rollout.samples(tokenizer, [fake], torch.zeros(1), [[got]])
+    (shown,) = watch.samples(tokenizer, [fake], torch.zeros(1), [[got]])
     assert shown["prompt"].startswith("<|system|>think hard<|end|><|user|>say it?")
 
 
@@ -451,7 +451,7 @@ def p04(given, expected, models):
 def p05(given, expected, models):
     """A prompt that ends with an opening tag: the verifier reads the block from its start, and a
     demonstration with its reasoning has both tags."""
-    from teacher import response_for_demo, think_mask
+    from data.thinking import response_for_demo, think_mask
     tokenizer = models["llama"][1]
     rows = batches.fitting(worker.load("x"), data.math, tokenizer,
                            SimpleNamespace(think=True, max_prompt=999))
@@ -476,7 +476,7 @@ def p06(given, expected, models):
     texts = ["4", "<think>so</think>4", "a</think>4", "thinking"]
     made = [SimpleNamespace(ids=[1], text=text, entropy=torch.zeros(1), finished=True)
             for text in texts]
-    assert rollout.measure(made, torch.zeros(4), data.math)["frac_think"] == [0, 1, 1, 0]
+    assert watch.measure(made, torch.zeros(4), data.math)["frac_think"] == [0, 1, 1, 0]
     assert "frac_think" in common.MEANS
 
 
@@ -513,7 +513,7 @@ def test_long_prompts_are_counted(models, capsys):
     ("aaa", 1), ("abaab", 4 / 5), ("abcdefgh" * 2, 1), ("abcdefghi" * 2, 8 / 9)])
 def test_artifact(text, share):
     """By hand. The last one repeats 9 tokens, of which an 8-gram covers 16 of 18."""
-    assert rollout.artifact(list(text)) == pytest.approx(share)
+    assert watch.artifact(list(text)) == pytest.approx(share)
 
 
 def test_rewards_come_back_in_order():

@@ -14,11 +14,12 @@ from torch import nn
 
 import losses
 import teacher as T
+from data.thinking import THINK_TAGS
 
 CASES = {case["id"]: case for case in
          map(json.loads, (Path(__file__).parent / "rows" / "cases.jsonl").open())}
 FAST = settings(max_examples=80, deadline=None, derandomize=True)
-THINK, REASON = T.THINK_TAGS
+THINK, REASON = THINK_TAGS
 
 
 class Tied(nn.Module):

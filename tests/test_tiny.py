@@ -8,7 +8,7 @@ import checkpoint
 import data
 import rollout
 import teacher
-from data import tiny_base
+from data import thinking, tiny_base
 from data.hub import DataError
 
 NAMES = sorted(data.TASKS)
@@ -88,7 +88,7 @@ def test_the_template_has_roles_and_a_thinking_switch(base):
     assert off == "<|system|>s<|user|>u<|assistant|>a<|end|><|user|>v<|assistant|>"
     assert on == off.replace("v<|assistant|>", "v<|think|><|assistant|>")
     assert not on.endswith("<think>"), "the response opens it itself"
-    assert all(len(tokenizer(tag).input_ids) == 1 for pair in teacher.THINK_TAGS for tag in pair)
+    assert all(len(tokenizer(tag).input_ids) == 1 for pair in thinking.THINK_TAGS for tag in pair)
 
 
 # ---- what the base is taught with ----------------------------------------------------------------

@@ -186,6 +186,21 @@ def float64():
     LlamaRMSNorm.forward = forward
 
 
+def refusal(parse, capsys, monkeypatch):
+    """What bad flags are answered with: exit code 2 and one line, before anything is loaded."""
+    import pytest  # here, as a worker has no need of it
+
+    def never(*a, **k):
+        raise AssertionError("something was loaded")
+    monkeypatch.setattr(checkpoint, "load_model", never)
+    monkeypatch.setattr(common, "setup", never)
+    with pytest.raises(SystemExit) as stop:
+        parse()
+    told = capsys.readouterr().err
+    assert stop.value.code == 2 and told.count("\n") == 1 and "Traceback" not in told, told
+    return told
+
+
 def mutate(fault):
     """A fault that the comparison of gradients has to find."""
     if fault == "denominator":

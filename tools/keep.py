@@ -3,7 +3,7 @@
     python tools/keep.py RUN FOLDER      # FOLDER: continual.json, 1-math.jsonl .., drift.json(l)
 
 Numbers keep five digits. Left behind: checkpoints, samples, timings, drift matrix by matrix; of the
-similarities the first four of each prompt stay.
+similarities the first four of each prompt stay, a list for each model and set of prompts.
 """
 import json
 import sys
@@ -34,10 +34,14 @@ def keep(run, folder):
                         for model, kinds in drift["weights"].items()}
     drift["responses"] = {model: {name: pick(x, ("mean", "se")) for name, x in sets.items()}
                           for model, sets in drift["responses"].items()}
-    lines = (read(line) for line in (run / "drift.jsonl").open())
+    near = {}  # (model, prompts) -> similarities
+    for x in (read(line) for line in (run / "drift.jsonl").open()):
+        if "similarity" in x:
+            near.setdefault((x["model"], x["prompts"]), []).extend(
+                round(s, 3) for s in x["similarity"][:SAMPLES])
     (folder / "drift.jsonl").write_text("".join(json.dumps(
-        {"model": x["model"], "prompts": x["prompts"], "similarity": x["similarity"][:SAMPLES]})
-        + "\n" for x in lines if "similarity" in x))
+        {"model": model, "prompts": prompts, "similarity": x}) + "\n"
+        for (model, prompts), x in near.items()))
     for name, x in (("continual", result), ("drift", drift)):
         (folder / f"{name}.json").write_text(json.dumps(x) + "\n")
 
