@@ -37,7 +37,7 @@ import packing
 import rollout
 from data import batches
 
-TINY = dict(base="tiny", prompts="tiny", max_new=64, max_prompt=160, n=16, limit=32)
+TINY = dict(base="tiny", prompts="tiny", max_new=64, max_prompt=160, n=16, limit=32, rollout="hf")
 EXACT = 768  # a smaller side from which singular vectors come from the Gram matrix
 
 
@@ -255,7 +255,8 @@ def get_args(argv=None):
     add = parser.add_argument_group("what").add_argument
     add("--base", default="Qwen/Qwen3-4B", help="hub id, folder of safetensors, or tiny")
     add("--model", nargs="+", required=True, help="checkpoints that came from it, or run folders")
-    add("--prompts", default="", help="benchmarks, and tasks for their training sets; or tiny")
+    add("--prompts", default="", help="benchmarks, and tasks for their training sets, "
+        "with commas between; name=SOURCE takes its rows from a .jsonl file; or tiny")
     add("--tiny", action="store_true", help="laptop scale: base, prompts, lengths, samples")
     add("--out", default="drift.json", help="the summary; all records go to the .jsonl beside it")
     add = parser.add_argument_group("how").add_argument
@@ -268,7 +269,10 @@ def get_args(argv=None):
     add("--max_prompt", type=count, default=2048, help="longer prompts are dropped and counted")
     add("--max_new", type=count, default=8192, help="longest response, in tokens")
     add("--think", action="store_true", help="the chat template's thinking switch")
+    add("--skip_bad", action="store_true", help="leave rows that cannot be read out; count them")
     add("--seed", type=int, default=0, help="of the samples and of what --limit draws")
+    common.add_rollout_args(add)
+    parser.set_defaults(dtype="float32", param_dtype="float32")  # of vLLM too: KL is small
     if parser.parse_args(argv).tiny:
         parser.set_defaults(**TINY)
     args = parser.parse_args(argv)
@@ -279,16 +283,19 @@ def get_args(argv=None):
     known = [*data.BENCHMARKS, *(name for name, task in data.TASKS.items() if task.TRAIN)]
     tiny, given = [x for x in known if x.startswith("tiny_")], args.prompts.split(",")
     args.prompts = tiny if given == ["tiny"] else [x for x in given if x]
-    for name in {*args.prompts} - {*known}:
-        parser.error(f"--prompts {name}: must be of {', '.join(known)}")
+    for name, _, source in (entry.partition("=") for entry in args.prompts):
+        if name not in known and not (source and name in data.TASKS):
+            parser.error(f"--prompts {name}: must be of {', '.join(known)}")
+        if source.endswith(".jsonl") and not Path(source).is_file():
+            parser.error(f"--prompts {name}={source}: there is no such file")
     return args
 
 
-def read(name, tokenizer, args):
+def read(name, own, tokenizer, args):
     """(task, rows): args.limit of the prompts of a benchmark, or of a task's training set."""
     task, source, split = data.BENCHMARKS[name][:3] if name in data.BENCHMARKS else (
         name, data.TASKS[name].TRAIN, "train")
-    rows = evaluation.read(data.TASKS[task], source, split, tokenizer, args, limit=0)
+    rows = evaluation.read(data.TASKS[task], own or source, split, tokenizer, args, limit=0)
     order = torch.randperm(len(rows), generator=rollout.keyed_generator("rows", args.seed, name))
     rows = [rows[i] for i in order[:args.limit or None].tolist()]
     return data.TASKS[task], rows or common.fail(f"--prompts {name}: none fits in --max_prompt")
@@ -310,7 +317,8 @@ def main(args):
         result["gram_error"] = compare(*(principal(w, rank, exact=x) for x in (math.inf, 0)))
     if args.prompts:
         base, tokenizer = checkpoint.load_model(args.base)
-        asked = {name: read(name, tokenizer, args) for name in args.prompts}
+        asked = {name: read(name, own, tokenizer, args)
+                 for name, _, own in (entry.partition("=") for entry in args.prompts)}
         embedder = functools.partial(embed, base.to(device))
     if args.embedder:
         from sentence_transformers import SentenceTransformer
@@ -322,11 +330,11 @@ def main(args):
                                    for name, (_, rows) in asked.items()}, args.unbiased)
     for model_name in [args.base, *models] if args.prompts and args.n else []:
         model = checkpoint.load_model(model_name)[0].to(device) if before else base
+        sampler = rollout.sampler(args, model, tokenizer)
         for name, (task, rows) in asked.items():
             shape = len(rows), args.n
-            rollouts = rollout.sample(model, tokenizer, [row["ids"] for row in rows],
-                                      range(len(rows)), args.n, args.max_new,
-                                      ("drift", args.seed, name))
+            rollouts = sampler([row["ids"] for row in rows], range(len(rows)), args.n,
+                               args.max_new, ("drift", args.seed, name))
             right = batches.score(task, rollouts, list(enumerate(rows)), args.n)[0].view(shape) == 1
             x = embedder([r.ids for r in rollouts]).view(*shape, -1)
             if name not in before:  # the base, which answers first

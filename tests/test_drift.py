@@ -234,6 +234,7 @@ def test_what_does_not_match(folders, tmp_path, capsys):
 
 def test_bad_flags(capsys):
     for flags, part in ((["--prompts", "tiny_maths"], "--prompts tiny_maths"),
+                        (["--prompts", "tiny_math=no.jsonl"], "--prompts tiny_math=no.jsonl"),
                         (["--prompts", "logic"], "--prompts logic"),  # has no training set
                         (["--mask_frac", "1.5"], "--mask_frac 1.5"), (["--rank", "-1"], "--rank"),
                         (["--embedder", "x"], "sentence-transformers")):
