@@ -1,4 +1,5 @@
 # make demo: set up, train GRPO and SDPO on the laptop tier, print the table, draw the figure.
+# make torture: kills, faults, hostile input and a soak, under an hour: what a run survives.
 # make test: set up, run the tests; make test-vllm: those of vLLM, in an environment of its own.
 # Nothing else is needed on a fresh machine with Python 3.11+.
 VENV ?= .venv
@@ -10,7 +11,7 @@ BIN = $(VENV)/bin
 DEMO ?= runs/demo
 TASK ?= math
 
-.PHONY: setup demo test test-vllm lint
+.PHONY: setup demo test test-vllm torture lint
 
 setup: $(VENV)/.done
 
@@ -31,6 +32,9 @@ demo: setup
 
 test: setup lint
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests
+
+torture: setup
+	$(BIN)/python tools/torture.py --out results/torture.json
 
 # vLLM brings a torch and a transformers of its own. It fails to import what does not match them.
 test-vllm: $(VLLM)/.done

@@ -114,7 +114,9 @@ def _write(args, folder, aside, model, tokenizer, weights, moments, average, sta
         shutil.rmtree(folder)
     os.rename(aside, folder)
     _flush(folder.parent)
-    for old in sorted(folder.parent.glob("ckpt-*/trainer"))[:-args.keep]:
+    states = [path for path in sorted(folder.parent.glob("ckpt-*/trainer"))
+              if path.parent.name <= folder.name]  # a later one is broken, else this run had it
+    for old in states[:-args.keep]:
         if old.parent.name != f"ckpt-{state.get('best_step', -1):06d}":
             shutil.rmtree(old)
 
@@ -174,14 +176,18 @@ def fault(folder):
 
 
 def newest(out):
-    """The newest whole checkpoint with a trainer state, or None; broken ones are named."""
-    for folder in sorted(Path(out).glob("ckpt-*"), reverse=True):
-        if (folder / "trainer").is_dir():
+    """The newest whole checkpoint with a trainer state, or None where no step was saved; broken
+    ones are named. Exits with 2 where all are broken: to start again would cost the log."""
+    wrong, folders = "", sorted(Path(out).glob("ckpt-*"), reverse=True)
+    for folder in folders:
+        if folder == folders[0] or (folder / "trainer").is_dir():  # older states are deleted
             wrong = fault(folder)
             if not wrong:
                 return folder
             if rank() == 0:
                 print(f"{folder}: {wrong}; taking the one before", file=sys.stderr)
+    if wrong:
+        fail(f"--resume {out}: no checkpoint of it is whole; delete the folder to start again")
     return None
 
 

@@ -375,18 +375,21 @@ def make_optimizer(model, args):
                              weight_decay=args.weight_decay)  # fused: one pass over the memory
 
 
-def optimizer_step(model, optimizer, args, step, gradient):
+def optimizer_step(model, optimizer, args, step, gradient, loss, batch):
     """Average, clip, step, clear. Returns the gradient's norm before clipping, or None for a batch
     that had no gradient: no step is made then, since momentum alone would move the weights. A norm
-    that is not finite stops the run before it reaches the weights."""
+    or a loss (this rank's, of its part of `batch`) that is not finite stops all ranks before it
+    reaches the weights."""
     norm = None
     if gradient:
         average_gradients(model)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or float("inf"))
         norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
-        if not norm < float("inf"):
-            raise FloatingPointError(f"step {step}, rank {rank()}: the gradient's norm is {norm}; "
-                                     "the weights are untouched, so are the checkpoints")
+        if not norm + abs(all_sum([loss])[0]) < float("inf"):
+            raise FloatingPointError(
+                f"step {step}, rank {rank()}: the loss is {loss} here, the gradient's norm {norm}; "
+                "the weights are untouched, so are the checkpoints. The rows of this rank: "
+                f"{', '.join(str(row['id']) for _, row in batch)}")
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, step)
         optimizer.step()
@@ -438,6 +441,15 @@ def peak_memory_gb():
     return int(status.split("VmHWM:")[1].split()[0]) / 2**20
 
 
+@contextlib.contextmanager
+def writing(folder):
+    """Within it a disk that is full, or read-only, ends the run with one line."""
+    try:
+        yield
+    except OSError as error:
+        fail(f"{folder}: cannot be written ({error}); its checkpoints are whole")
+
+
 def lock(folder):
     """A folder is one process's as long as this file is open; another exits with 2."""
     file = open(folder / "lock", "w")  # noqa: SIM115
@@ -464,18 +476,12 @@ class Log:
         self.before = {number: signal.signal(number, _ask_to_stop)
                        for number in (signal.SIGTERM, signal.SIGINT) if main}
         if rank() == 0:
-            self.out.mkdir(parents=True, exist_ok=True)
-            self.lock = lock(self.out)
-            for name in ("log.jsonl", "samples.jsonl"):  # forget what came after the checkpoint,
-                # and the end of the file where a kill left half a line
-                path = self.out / name
-                lines = path.read_text().split("\n")[:-1] if start and path.exists() else []
-                lines = [line for line in lines if json.loads(line)["step"] <= start]
-                path.write_text("".join(f"{line}\n" for line in lines))
-                for line in map(json.loads, lines if name == "log.jsonl" else []):
-                    watch(self.state, line)
-                    self.last = line
-            write_json(self.out / "config.json", describe(args))
+            with writing(self.out):
+                self.out.mkdir(parents=True, exist_ok=True)
+                self.lock = lock(self.out)
+                write_json(self.out / "config.json", describe(args))
+                for name in ("log.jsonl", "samples.jsonl"):
+                    self.forget(self.out / name, start)
             if args.wandb:
                 import wandb  # a run folder is one run there, which --resume goes on with
                 name = hashlib.sha256(str(self.out.resolve()).encode()).hexdigest()[:16]
@@ -483,12 +489,22 @@ class Log:
                     project=args.wandb, name=self.out.name, id=name, config=vars(args),
                     resume="allow" if args.resume else None, dir=self.out)
 
+    def forget(self, path, start):
+        """What came after the checkpoint, and a last line that a kill cut off."""
+        lines = path.read_text().split("\n")[:-1] if start and path.exists() else []
+        lines = [line for line in lines if json.loads(line)["step"] <= start]
+        aside = Path(f"{path}.part")
+        aside.write_text("".join(f"{line}\n" for line in lines))
+        aside.replace(path)
+        for self.last in map(json.loads, lines if path.name == "log.jsonl" else []):
+            watch(self.state, self.last)
+
     def write(self, line, samples):
         self.last = line
         if rank() == 0:
             samples = [{"step": line["step"], **sample} for sample in samples]
             for name, rows in (("log.jsonl", [line]), ("samples.jsonl", samples)):
-                with open(self.out / name, "a") as file:
+                with writing(self.out), open(self.out / name, "a") as file:
                     file.write("".join(json.dumps(row) + "\n" for row in rows))
             if self.wandb:
                 self.wandb.log(line, step=line["step"])

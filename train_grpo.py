@@ -146,7 +146,8 @@ def main(args, bar=None):
                 loss = packing.head_loss(model, hidden, token_loss) / total
                 (loss * common.world()).backward()  # as gradients are averaged over ranks
                 sums["loss"][0] += loss.item()
-            norms.append(common.optimizer_step(model, optimizer, args, step, anything > 0))
+            norms.append(common.optimizer_step(
+                model, optimizer, args, step, anything > 0, sums["loss"][0], batch))
         # ==== the algorithm's own: nothing follows the student ====
         # ==== end ====
 
