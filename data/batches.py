@@ -83,9 +83,11 @@ def batch(rows, step, args):
 
 def score(task, rollouts, batch, group):
     """(rewards (N,), what the verifier said of each), in order. Verifiers wait for worker processes
-    and sandboxes, so they run in threads."""
-    rows = [row for _, row in batch for _ in range(group)]
-    texts = [row["opened"] + r.text for row, r in zip(rows, rollouts, strict=True)]
+    and sandboxes, so they run in threads; of siblings that wrote the same, one is looked at."""
+    rows = [(k, row["opened"]) for k, (_, row) in enumerate(batch) for _ in range(group)]
+    texts = [(k, opened + r.text) for (k, opened), r in zip(rows, rollouts, strict=True)]
     with ThreadPoolExecutor(2 * (os.cpu_count() or 1)) as pool:
-        scored = list(pool.map(task.score, texts, [row["answer"] for row in rows]))
+        told = {(k, text): pool.submit(task.score, text, batch[k][1]["answer"])
+                for k, text in dict.fromkeys(texts)}
+        scored = [told[text].result() for text in texts]
     return torch.tensor([reward for reward, _ in scored]), [told for _, told in scored]

@@ -527,3 +527,18 @@ def test_rewards_come_back_in_order():
     rows = [(n, {"answer": f"g{n}", "opened": ""}) for n in range(4)]
     rewards, told = batches.score(SimpleNamespace(score=slow), got, rows, 3)
     assert rewards.tolist() == list(range(12)) and told[4] == "4 of g1" and told[11] == "11 of g3"
+
+
+def test_like_siblings_are_scored_once():
+    """One call for what siblings wrote alike, to the prompt's own answer; the order is theirs."""
+    seen = []
+    task = SimpleNamespace(score=lambda text, answer: seen.append((text, answer)) or (
+        float(text == answer), f"{text} for {answer}"))
+    rows = [(k, {"opened": opened, "answer": answer}) for k, (opened, answer) in enumerate(
+        [("", "a"), ("<think>", "<think>a"), ("", "b")])]
+    texts = ["a", "b", "a", "a", "b", "b", "b", "a", "b"]
+    rewards, told = batches.score(task, [SimpleNamespace(text=t) for t in texts], rows, 3)
+    assert rewards.tolist() == [1, 0, 1, 1, 0, 0, 1, 0, 1]
+    assert told[1] == "b for a" and told[3:5] == ["<think>a for <think>a", "<think>b for <think>a"]
+    assert sorted(seen) == sorted({(f"{rows[i // 3][1]['opened']}{t}", rows[i // 3][1]["answer"])
+                                   for i, t in enumerate(texts)}) and len(seen) == 6
