@@ -3,8 +3,10 @@
 A program cannot tell the judge that it passed. The child only returns data, the output of a stdin
 program or the values of calls; expected values never leave this process and are compared here, with
 plain data. So neither exit codes (K03), patched builtins, files (K23) nor objects that equal
-everything count. WEAKER: an assert that is not `<expression> <operator> <literal>` or a lone
-(`not`) expression runs whole in the child, which then reports True; a program could forge that.
+everything count. Of `abs(f(2) - 0.5) < 1e-6` the child returns f(2) alone; the rest is worked out
+in a sandbox of its own. WEAKER: an assert that needs more of the program than values of one
+function (its classes, two functions, a loop over calls) runs whole in the child, which then reports
+True: a program could forge that. And the value of a lone `f(2)` or `not f(2)` is easily guessed.
 """
 import ast
 import bisect
@@ -157,16 +159,67 @@ def split_assert(text: str) -> tuple[dict, Callable]:
 
     body = ast.parse(text).body
     test = body[0].test if len(body) == 1 and isinstance(body[0], ast.Assert) else None
+    job = {"run": text}, is_true
     if isinstance(test, (ast.Call, ast.Name, ast.UnaryOp)):
-        return {"value": f"not not ({ast.unparse(test)})"}, is_true
+        job = {"value": f"not not ({ast.unparse(test)})"}, is_true
+        if _is_own(test.operand if isinstance(test, ast.UnaryOp) else test):
+            return job
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and type(test.ops[0]) in OPERATORS:
         left, right, compare = test.left, test.comparators[0], OPERATORS[type(test.ops[0])]
         try:
             literal = ast.literal_eval(right)
         except (ValueError, TypeError):
-            return {"run": text}, is_true
-        return {"value": ast.unparse(left)}, functools.partial(_holds, compare, literal)
-    return {"run": text}, is_true
+            pass
+        else:
+            job = {"value": ast.unparse(left)}, functools.partial(_holds, compare, literal)
+            if _is_own(left) or compare is operator.eq and literal not in (0, 1):
+                return job  # else too easily guessed: abs(f(1) - 2) < 1e-6
+    calls, rest = _Calls().take(ast.parse(text))
+    if not calls:
+        return job
+    return {"value": f"[{', '.join(calls)}]"}, functools.partial(_holds_alone, rest)
+
+
+def _is_own(node: ast.expr) -> bool:
+    """f(..) of the program, or list(f(..)) and the like, which make its result plain data."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        return False
+    name, inside = node.func.id, [arg for arg in node.args if isinstance(arg, ast.Call)]
+    return name not in KNOWN or name in ("list", "tuple", "set", "dict", "sorted", "str") and (
+        any(map(_is_own, inside)))
+
+
+class _Calls(ast.NodeTransformer):
+    """Puts the names _0, _1, .. in the place of the calls of the program's function."""
+
+    def take(self, tree: ast.Module) -> tuple[dict[str, str], str]:
+        """({call: its name}, the text of the rest); {} if the rest needs more of the program."""
+        self.calls, self.functions = {}, set()
+        rest = self.visit(tree)
+        nodes = list(ast.walk(rest))
+        names = {node.id for node in nodes if isinstance(node, ast.Name)}
+        bound = {node.id for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)
+                 and isinstance(node, ast.Name)}
+        words = {word for text in self.calls for word in re.findall(r"\w+", text)}
+        objects = any(isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+                      and node.value.id in self.calls.values() for node in nodes)
+        alone = not objects and len(self.functions) == 1 and not bound & words and (
+            names <= KNOWN | bound | set(self.calls.values()))
+        return (self.calls if alone else {}), ast.unparse(rest)
+
+    def visit_Call(self, node):
+        if not _is_own(node):
+            return self.generic_visit(node)
+        inner = [call for call in ast.walk(node) if _is_own(call) and call.func.id not in KNOWN]
+        self.functions.add(inner[0].func.id)
+        return ast.Name(self.calls.setdefault(ast.unparse(node), f"_{len(self.calls)}"), ast.Load())
+
+
+def _holds_alone(text: str, values: list) -> bool:
+    """An assert on plain values, where the program is not."""
+    names = "".join(f"_{n}, " for n in range(len(values)))
+    program = f"from math import inf, nan\n{needed_imports(text)}\n{names}= {values!r}\n{text}"
+    return sandbox.run(program).status == "ok"
 
 
 def _holds(compare: Callable, literal, value) -> bool:
@@ -191,6 +244,10 @@ def _from_plain(value):
     if not isinstance(value, dict):
         return value
     (kind, content), = value.items()
+    if kind in ("dict", "set", "frozenset"):  # made to collide, they would take hours to build
+        keys = [_from_plain(item[0] if kind == "dict" else item) for item in content]
+        if len(set(map(hash, keys))) < len(keys) / 2:
+            raise ValueError("the keys of a result have one hash")
     if kind == "dict":
         return {_from_plain(key): _from_plain(item) for key, item in content}
     if kind in ("int", "complex"):
@@ -202,6 +259,7 @@ def _from_plain(value):
 PUBLIC = {module.__name__: set(getattr(module, "__all__", dir(module))) - set(dir(builtins))
           for module in (typing, collections, itertools, functools, heapq, bisect, math)}
 MODULES = {*PUBLIC, "copy", "datetime", "json", "operator", "random", "re", "string", "sys"}
+KNOWN = {*dir(builtins), *MODULES, *set().union(*PUBLIC.values())}  # all else is the program's
 
 
 def needed_imports(program: str) -> str:

@@ -246,6 +246,32 @@ def test_a_program_cannot_tell_the_judge_that_it_passed(code, reward):
     assert verdict == reward and bool(feedback) == (reward == 0)
 
 
+@pytest.mark.parametrize("form", [
+    "abs(f({0}) - {1}) < 1e-6", "f({0}) == int('{1}')", "round(f({0}), 3) == {1} and True",
+    "isinstance(f({0}), int) and f({0}) in [{1}]", "(f({0}) == {1}) == True",
+    "f({0}) - {1} == 0", "math.isclose(f({0}), {1})", "len([x for x in [f({0})] if x == {1}]) == 1"])
+@pytest.mark.parametrize("code, reward", [
+    ("def f(x): return x + 1", 1), ("def f(x): return 0", 0),
+    ("class E(float):\n    def __eq__(self, o): return True\n    __lt__ = __eq__\n"
+     "    def __sub__(self, o): return 0.0\n    __hash__ = float.__hash__\n"
+     "def f(x): return E()", 0),
+    ("def abs(x): return 0\ndef round(*a): return 3\nisinstance = isclose = abs\n"
+     "def f(x): return 0", 0),
+    ("import os\nfor n in range(3, 9):\n    try: os.write(n, b'[true, null]\\n' * 9)\n"
+     "    except OSError: pass\ndef f(x): return 0", 0)])
+def test_an_assert_of_another_form_is_worked_out_without_the_program(code, reward, form):
+    answer = {"asserts": [f"assert {form.format(1, 2)}", f"assert {form.format(7, 8)}"]}
+    assert coding.score(fence(code), answer)[0] == reward
+
+
+def test_a_result_whose_keys_collide_is_not_built():
+    code = "def f(x):\n    return {n * (2**61 - 1): 0 for n in range(3000)}"
+    assert coding.score(fence(code), {"asserts": ["assert f(1) == {}"]})[0] == 0.0
+    start = time.monotonic()
+    line = json.dumps([{"set": [{"int": hex(n * (2**61 - 1))} for n in range(100_000)]}, None])
+    assert coding_judge._result(line)[1] and time.monotonic() - start < 5
+
+
 @pytest.mark.parametrize("text, result, right", [
     ("assert f() == (1, 2)", "(1, 2)", 1), ("assert f() == [1, 2]", "(1, 2)", 0),
     ("assert f() == {1, 2}", "{2, 1}", 1),
@@ -287,6 +313,8 @@ def test_feedback_names_the_test_and_never_the_gold():
             ({"asserts": ["assert f(1) == 1", "assert f(2) == 31337"]}, "def f(x): return x",
              "Test 2 of 2"),
             ({"asserts": ["assert f(1) == 31337 - 0, 'say 31337'"]}, "def f(x): return x",
+             "wrong result"),
+            ({"asserts": ["assert f(1) == 31337 + g(0)"]}, "def f(x): return x\ng = f",
              "AssertionError"),
             ({"asserts": ["assert f(1) == g(31337)"]}, "def f(x): raise ValueError(31337)",
              "ValueError"),

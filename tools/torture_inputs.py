@@ -8,7 +8,7 @@ them with its own. Exit code 1 where something did not survive; the note names t
 import argparse
 import base64
 import contextlib
-import itertools
+import io
 import json
 import os
 import pickle
@@ -18,7 +18,6 @@ import resource
 import shutil
 import sys
 import tempfile
-import threading
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +33,7 @@ HOSTILE, ROWS = ROOT / "tests" / "hostile", ROOT / "tests" / "rows"
 def row(fault, results, began, note=""):
     """One line of the table. results: (name, "" or what went wrong) of each that was tried."""
     wrong = [f"{name}: {told}" for name, told in results if told]
+    print(*wrong[3:], sep="\n", end="\n" * (len(wrong) > 3), file=sys.stderr)  # the note has three
     return {"fault": fault, "tried": len(results), "survived": len(results) - len(wrong),
             "seconds": round(time.monotonic() - began, 1),
             "note": "; ".join([*([note] if note else []), *wrong[:3]])}
@@ -111,11 +111,10 @@ def hostile_programs(quick):
                     if mode == "namespaces" or "*" not in name]
             for kind in "exhaust", "forge_output":
                 jobs += [(name, text, SUM, 0) for name, text in programs(kind, **words)]
-            jobs += [(f"{name} (test {n})", text, answer, 0) for name, text
-                     in programs("forge_value") for n, answer in enumerate(ADD)]
+            jobs += [(f"{name} (test {n})", text, answer, 0)
+                     for name, text in programs("forge_value") for n, answer in enumerate(ADD)]
             jobs += [(name, text, task, 0) for name, text, task in cases()]
-            jobs = random.Random(0).sample(jobs, 40) if quick else jobs
-            jobs += [(name, text, SUM, 1) for name, text in programs("right")]
+            right = [(name, text, SUM, 1) for name, text in programs("right")]
 
             def one(job, mode=mode):
                 name, program, answer, wanted = job
@@ -126,23 +125,23 @@ def hostile_programs(quick):
                 return name, wrong or ("late" if late else "")
 
             sandbox.run = lambda *a, mode=mode, **k: run(*a, **{**k, "mode": mode})
-            for how, threads in (("one at a time", 1), ("64 at once", 64)):
-                coding_judge.SECONDS = 15.0 if threads > 1 else 1.5
-                if quick and threads == 64:
-                    jobs = jobs[:8] + jobs[-8:]
+            for threads, most, coding_judge.SECONDS in ((4, 400, 12.0), (64, 9999, 20.0)):
+                most = (24 if threads == 4 else 8) if quick else most
+                hostile = random.Random(threads).sample(jobs, min(most, len(jobs)))
+                mixed = hostile + right[:most]  # the last come while the first still hang
+                random.Random(0).shuffle(mixed)
                 coding_judge._verdicts.clear()
-                random.Random(threads).shuffle(jobs)
                 began, before = time.monotonic(), memory()
                 with ThreadPoolExecutor(threads) as pool:
-                    results = list(pool.map(one, jobs))
+                    results = list(pool.map(one, mixed))
                 left, grown = left_behind(boxes, outside), memory() - before
                 results.append(("nothing left behind", ", ".join(left)))
                 results.append(("the trainer's memory", f"{grown} MB" * (grown > 300)))
                 more = len(os.listdir("/proc/self/fd")) - descriptors
                 results.append(("the trainer's descriptors", f"{more} more" * (more > 2)))
-                right = sum(wanted for *_, wanted in jobs)
-                yield row(f"hostile programs, {how}, {mode}", results, began,
-                          f"{len(jobs) - right} hostile: reward 0; {right} right: reward 1")
+                yield row(f"hostile programs, {threads} at once, {mode}", results, began,
+                          f"{len(hostile)} hostile: reward 0; {len(mixed) - len(hostile)} right: "
+                          "reward 1")
     finally:
         sandbox.run, tempfile.tempdir, coding_judge.SECONDS = run, old, seconds
         shutil.rmtree(folder)
@@ -258,8 +257,8 @@ def verifiers(quick):
 def adversarial(quick):
     """Expressions that take for ever: bounded in time and memory, from this thread and from eight."""
     began, before, task, most = time.monotonic(), memory(), TASKS["math"], 0
-    bombs = BOMBS[::8] if quick else BOMBS
-    jobs = [(f"\\boxed{{{bomb}}}", gold) for bomb in bombs for gold in ("\\frac{1}{3}", bomb + "+1")]
+    jobs = [(f"\\boxed{{{bomb}}}", gold) for bomb in BOMBS
+            for gold in ("\\frac{1}{3}", bomb + "+1")][:1 if quick else None]
     results = []
     for threads in 1, 8:
         with ThreadPoolExecutor(threads) as pool:
@@ -278,7 +277,7 @@ def adversarial(quick):
 def huge(quick):
     """Texts of 1 MB, from one piece or from noise, at every verifier."""
     began, rng, results, size = time.monotonic(), random.Random(1), [], 1 << 20
-    texts = [piece * (size // len(piece)) for piece in (PIECES[::8] if quick else PIECES)]
+    texts = [piece * (size // len(piece)) for piece in (PIECES[::24] if quick else PIECES)]
     texts += ["".join(rng.choices(PIECES, k=size // 8)) for _ in range(1 if quick else 20)]
     texts += [f"\\boxed{{{'1+' * (size // 2)}1}}", "<answer>" + "A" * size + "</answer>",
               'Action: a\nAction Input: {"a": "' + "x" * size + '"}',
@@ -342,10 +341,172 @@ def loaded(task, path, *skip):
         texts = [message["content"] for message in row["messages"]]
         try:
             "".join([*texts, row["id"]]).encode()
-            task.score("no answer", row["answer"])
+            with contextlib.suppress(ValueError):  # as in batches.gold_scores
+                perfect = task.render(row["answer"])
+                "coding" in task.__name__ or task.score(perfect, row["answer"])
         except Exception as error:
             return rows, "", f"loaded a row that breaks the run: {error!r}"[:300]
     return rows, "", ""
+
+
+def loaders(quick):
+    """Each accident alone between two good rows, then all of them in one file under --skip_bad."""
+    for name, file in LOADERS:
+        began, rng, task = time.monotonic(), random.Random(file), TASKS[name]
+        good = (ROWS / f"{file}.jsonl").read_bytes().splitlines()
+        good = good[:4] if file == "lcb" else good  # its fifth is a hostile pickle
+        folder = Path(tempfile.mkdtemp(prefix="torture-"))
+        path, results, refused = folder / "rows.jsonl", [], 0
+        if file == "bfcl":
+            shutil.copy(ROWS / "bfcl_possible_answer.jsonl", folder / "rows_possible_answer.jsonl")
+        lines = [spoilt(json.loads(rng.choice(good)), rng) for _ in range(10 if quick else 1000)]
+        lines = [line for line in lines if line.count(b"\n") < 2]
+        alone = lines[:100] if file == "sciknoweval" else lines  # datasets takes 0.3 s to split
+        for line in alone:
+            path.write_bytes(b"\n".join([good[0], line, *good[1:]]) + b"\n")
+            _, told, wrong = loaded(task, path)
+            results.append((repr(line[:60]), wrong))
+            refused += (1 + line.count(b"\n")) * bool(told)
+        path.write_bytes(b"\n".join([*good, *lines]) + b"\n")
+        with hub.skipping() as skipped:
+            rows, told, wrong = loaded(task, path)
+        counted = (len(skipped) == refused or alone is not lines) and rows and all(
+            re.match(rf"{re.escape(str(path))}:\d+: .*", told, re.DOTALL) for told in skipped)
+        results.append(("--skip_bad", wrong or told or "" if counted else
+                        f"{len(skipped)} left out, {refused} refused; {told}"))
+        shutil.rmtree(folder)
+        yield row(f"{name} rows ({file})", results, began, f"{len(alone)} alone: {refused} lines "
+                  f"refused; {len(lines)} at once: --skip_bad counts {len(skipped)}")
+
+
+# ---- pickles and other people's code -------------------------------------------------------------
+
+def hostile_pickles(canary):
+    """(name, bytes): pickles that would write a file, or take all memory."""
+    class Touch:
+        def __init__(self, call, *args):
+            self.call, self.args = call, args
+
+        def __reduce__(self):
+            return self.call, self.args
+
+    path = str(canary)
+    calls = {"open": Touch(open, path, "w"), "system": Touch(os.system, f"touch {path}"),
+             "eval": Touch(eval, f"open({path!r}, 'w')"), "in a list": [Touch(open, path, "w")],
+             "in a test": [{"input": Touch(open, path, "w"), "output": "1"}],
+             "a key": {Touch(open, path, "w"): 1}, "mkdir": Touch(os.mkdir, path), "a class": [Path],
+             "import": Touch(__import__, "antigravity"), "suppress": Touch(contextlib.suppress)}
+    for name, value in calls.items():
+        yield from ((f"{name}, protocol {n}", pickle.dumps(value, n)) for n in range(6))
+    text = path.encode()
+    yield "inst", b"(S'" + text + b"'\nS'w'\nibuiltins\nopen\n."
+    yield "global and reduce", b"cbuiltins\nopen\n(S'" + text + b"'\nS'w'\ntR."
+    yield "obj", b"(cbuiltins\nopen\nS'" + text + b"'\nS'w'\no."
+    yield "a name with lines in it", b"\x80\x04\x8c\x04os\n\n\x8c\x06sys\n\nx\x93."
+    yield "persistent", b"Pos\n."
+    yield "extension", b"\x80\x02\x82\x01."
+    yield "a memo of 16 GB", b"\x80\x02]r\xff\xff\xff\x7f."
+    yield "a text of 2^62 bytes", b"\x80\x04\x8d" + (1 << 62).to_bytes(8, "little") + b"x."
+    yield "an array of 2^40 bytes", b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b"x."
+    nested = "x"
+    for _ in range(40):
+        nested = [nested, nested]
+    yield "2^40 texts in 40 lists", pickle.dumps([nested])
+    yield "deep", b"(" * 100000 + b"l" * 100000 + b"."
+    yield "nothing", b""
+    yield "cut off", pickle.dumps(["a" * 100])[:-20]
+
+
+def pickles(quick):
+    """Tests, checkpoints and models that are pickles or bring code: refused, nothing is run."""
+    folder = Path(tempfile.mkdtemp(prefix="torture-"))
+    canary, began, results = folder / "canary", time.monotonic(), []
+    records = {"lcb": (json.loads((ROWS / "lcb.jsonl").read_text().splitlines()[0]),
+                       lambda row, text: row.update(private_test_cases=text)),
+               "dolci": (json.loads((ROWS / "dolci.jsonl").read_text().splitlines()[1]),
+                         lambda row, text: row.update(ground_truth=[text]))}
+    for name, data in hostile_pickles(canary):
+        for file, (record, put) in records.items():
+            forms = {"zlib": base64.b64encode(zlib.compress(data)).decode(),
+                     "twice": base64.b64encode(zlib.compress(zlib.compress(data))).decode(),
+                     "latin": data.decode("latin-1"), "base64": base64.b64encode(data).decode()}
+            for form, text in forms.items():
+                put(record, text)
+                path = folder / "rows.jsonl"
+                path.write_text(json.dumps(record) + "\n")
+                rows, told, wrong = loaded(TASKS["coding"], path)
+                wrong = wrong or ("loaded" if rows else "") or ("was run" if canary.exists() else "")
+                results.append((f"{file}, {form}, {name}", wrong))
+    yield row("pickles as tests, by load()", results, began)
+    began, results = time.monotonic(), []
+    for name, told in hostile_checkpoints(folder, canary, quick):
+        results.append((name, told or ("was run" if canary.exists() else "")))
+    yield row("pickles and code in checkpoints and models", results, began)
+    shutil.rmtree(folder)
+
+
+def hostile_checkpoints(folder, canary, quick):
+    """(what, what is wrong): each is refused with one line and exit code 2."""
+    import checkpoint
+    tiny, evil = ROOT / "data" / "tiny_model", next(hostile_pickles(canary))[1]
+    zipped = folder / "torch.bin"
+    import torch
+    torch.save({"x": torch.zeros(2)}, zipped)
+    code = f"open({str(canary)!r}, 'w')\nfrom transformers import LlamaForCausalLM as Evil\n"
+    auto = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
+    changes = {  # file of a model's folder: its new content, None where it goes
+        "weights that are a pickle": {"model.safetensors": evil},
+        "weights in pytorch_model.bin": {"model.safetensors": None, "pytorch_model.bin": evil},
+        "good weights in pytorch_model.bin": {"model.safetensors": None,
+                                              "pytorch_model.bin": zipped.read_bytes()},
+        "a config with code": {"config.json": {"auto_map": auto, "model_type": "evil"},
+                               "evil.py": code.encode()},
+        "a config with code beside a known type": {"config.json": {"auto_map": auto},
+                                                   "evil.py": code.encode()},
+        "a tokenizer with code": {"tokenizer_config.json": {
+            "auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"},
+            "evil.py": code.encode()},
+        "a generate with code": {"custom_generate/generate.py": code.encode()},
+        "a template with code": {"chat_template.jinja": (
+            "{{ ''.__class__.__mro__[1].__subclasses__()[0].__init__.__globals__['os'].system("
+            f"'touch {canary}') }}}}").encode()}}
+    for name, files in changes.items():
+        model = folder / "model"
+        shutil.copytree(tiny, model)
+        for file, content in files.items():
+            (model / file).parent.mkdir(exist_ok=True)
+            if content is None:
+                (model / file).unlink()
+            elif isinstance(content, dict):
+                old = json.loads((model / file).read_text())
+                (model / file).write_text(json.dumps({**old, **content}))
+            else:
+                (model / file).write_bytes(content)
+        harmless = "beside" in name or name.endswith(("generate with code", "tokenizer with code"))
+        yield name, refusal(lambda model=model: checkpoint.load_model(str(model)),
+                            harmless or "template" in name)
+        shutil.rmtree(model)
+    path = folder / "ckpt" / "trainer" / "optimizer.safetensors"
+    path.parent.mkdir(parents=True)
+    for name, data in [("a pickle", evil), ("a torch file", zipped.read_bytes()), ("nothing", b""),
+                       ("a header of 2^62 bytes", (1 << 62).to_bytes(8, "little") + b"{}")]:
+        path.write_bytes(data)
+        yield f"moments that are {name}", refusal(lambda: checkpoint._open(path))
+        yield f"a teacher that is {name}", refusal(lambda: checkpoint.load_weights(str(path)))
+
+
+def refusal(call, harmless=False):
+    """"" if the call ends with exit code 2 and one line, or harmless and without any."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            call()
+    except SystemExit as stop:
+        lines = said.getvalue().strip().splitlines()
+        return "" if stop.code == 2 and "error: " in lines[-1] else f"exit {stop.code}: {lines}"
+    except BaseException as error:
+        return f"raised {error!r}"[:300]
+    return "" if harmless else "was taken"
 
 
 def memory():
@@ -353,7 +514,8 @@ def memory():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
 
 
-PARTS = {"programs": hostile_programs, "verifiers": verifiers}
+PARTS = {"programs": hostile_programs, "verifiers": verifiers, "loaders": loaders,
+         "pickles": pickles}
 
 
 def main():
