@@ -24,7 +24,7 @@ $(VENV)/.done: pyproject.toml
 	touch $@
 
 demo: setup
-	rm -rf $(DEMO)/grpo $(DEMO)/sdpo
+	rm -rf $(DEMO)/grpo $(DEMO)/sdpo $(DEMO)/eval.json
 	$(BIN)/python train_grpo.py --tiny --task $(TASK) --out $(DEMO)/grpo
 	$(BIN)/python train_sdpo.py --tiny --task $(TASK) --out $(DEMO)/sdpo
 	$(BIN)/python eval.py --tiny --baseline tiny --model $(DEMO)/grpo $(DEMO)/sdpo --out $(DEMO)/eval.json

@@ -26,6 +26,26 @@ import packing
 from common import ROOT, fail, rank
 
 
+def folder(name):
+    """The folder of a model; a run's stands for its last checkpoint."""
+    path = ROOT / "data" / "tiny_model" if name == "tiny" else Path(name)
+    if (path / "log.jsonl").exists():
+        path = max(path.glob("ckpt-*"), default=path)
+    return path
+
+
+def fingerprint(name):
+    """What tells a folder's weights from others in its place: a digest of the size and the last
+    megabyte of each file. None for a hub id."""
+    digest, files = hashlib.sha256(), sorted(folder(name).glob("model*.safetensors"))
+    for path in files:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 2**20))
+            digest.update(f"{path.name} {size} ".encode() + file.read())
+    return digest.hexdigest()[:16] if files else None
+
+
 def load_model(name, dtype=torch.float32):
     """(model, tokenizer) of a hub id, a folder (Hugging Face's or a run's), a .gguf file or "tiny".
 
@@ -35,10 +55,8 @@ def load_model(name, dtype=torch.float32):
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
     logging.disable_progress_bar()
-    path, gguf = str(ROOT / "data" / "tiny_model") if name == "tiny" else str(name), {}
+    path, gguf = str(folder(name)), {}
     safe = {"trust_remote_code": False}  # not even after a question at the terminal
-    if Path(path, "log.jsonl").exists():  # a run's folder stands for its last checkpoint
-        path = str(max(Path(path).glob("ckpt-*"), default=path))
     if path.endswith(".gguf"):
         path, gguf = str(Path(path).parent), {"gguf_file": Path(path).name}
     try:
@@ -55,6 +73,7 @@ def load_model(name, dtype=torch.float32):
         weights, generation, config = model.state_dict(), model.generation_config, model.config
         del config.quantization_config
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model.config.architectures = [type(model).__name__]  # which vLLM asks for
         model.load_state_dict(weights)
         model.generation_config = generation
     note = packing.probe(model.eval())

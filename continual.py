@@ -81,30 +81,20 @@ def get_args(argv=None):
         setattr(args, name, values * (len(args.order) // len(values)))
     stages, _ = plan(args)
     args.trainer = {name: value for name, value in vars(stages[0]).items() if name not in STAGE}
-    settings, config = vars(evaluation(args, 0, args.model)), Path(args.out, "config.json")
+    config = Path(args.out, "config.json")
+    if config.exists():
+        eval.same(parser, config, {**args.trainer, **vars(args)},
+                  common.FREE | {"base_eval", "flags", "trainer"})
+    elif Path(args.out).is_file() or any(Path(stage.out).exists() for stage in stages):
+        parser.error(f"--out {args.out}: is a file, or holds stages but no config.json")
+    settings = vars(evaluation(args, 0, args.model))
     if args.base_eval:
         for path in (Path(args.base_eval), Path(args.base_eval).with_suffix(".jsonl")):
             if not path.is_file():
                 parser.error(f"--base_eval {args.base_eval}: there is no file {path}")
-        same(parser, args.base_eval, settings, {"out", "vllm_memory", "tp", "skip_bad"})
-    if config.exists():
-        same(parser, config, {**args.trainer, **vars(args)},
-             common.FREE | {"base_eval", "flags", "trainer"})
-    elif Path(args.out).is_file() or any(Path(stage.out).exists() for stage in stages):
-        parser.error(f"--out {args.out}: is a file, or holds stages but no config.json")
+        if eval.same(parser, args.base_eval, settings, eval.FREE).get("missing"):
+            parser.error(f"--base_eval {args.base_eval}: some of its benchmarks are missing")
     return args
-
-
-def same(parser, path, new, free):
-    """Refuse flags that are not those in a file."""
-    try:
-        old = json.loads(Path(path).read_text())["args"]
-    except (ValueError, KeyError) as error:
-        parser.error(f"{path}: is not what a run writes ({error!r})")
-    old = {**old.get("trainer", {}), **old}
-    for name in sorted((old.keys() | new.keys()) - free):
-        if old.get(name) != new.get(name):
-            parser.error(f"--{name} {new.get(name)}: {path} was made with {old.get(name)}")
 
 
 def plan(args):
@@ -130,10 +120,12 @@ def evaluation(args, k, model):
     flags = {name: getattr(args, name) for name in ("tasks", "n", "temperature", "top_p", "limit")}
     flags |= {name: args.trainer[name] for name in (
         "max_prompt", "max_new", "dtype", "fsdp", "rollout", "vllm_memory", "tp")}
+    if args.trainer["param_dtype"] == "bfloat16":  # which the trainer computes in: one vLLM engine
+        flags["dtype"] = "bfloat16"
     flags |= {"model": model, "seed": args.eval_seed, "out": Path(args.out, f"eval-{k}.json")}
-    return eval.get_args([*(f"--{name}={value}" for name, value in flags.items()),
-                          *(f"--{name}" for name in ("think", "tiny", "skip_bad")
-                            if args.trainer[name])])
+    flags = [f"--{name}={value}" for name, value in flags.items()]
+    switches = ("think", "tiny", "quiet", "skip_bad")
+    return eval.get_args([*flags, *(f"--{name}" for name in switches if args.trainer[name])])
 
 
 def main(args):
@@ -160,15 +152,15 @@ def main(args):
                unit="step", disable=common.rank() > 0 or stages[0].quiet)
     gc.freeze()  # what was imported; models lie in cycles, and their memory is wanted back
     for k, model in enumerate(models):
-        name, settings = f"{k} {args.order[k - 1]}" if k else "base", evaluation(args, k, model)
+        name, scores = f"{k} {args.order[k - 1]}" if k else "base", Path(out, f"eval-{k}.json")
         if k > done:
             gc.collect()
             bar.set_description(name)
             TRAINERS[args.algorithm].main(stages[k - 1], bar)
-        if not Path(settings.out).exists():
+        if not scores.exists() or json.loads(scores.read_text()).get("missing"):
             gc.collect()
             bar.set_description(f"{name}, evaluation")
-            eval.run(settings)
+            eval.run(evaluation(args, k, model))
     bar.close()
     return report(args, stages, models) if common.rank() == 0 else None
 

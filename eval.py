@@ -5,12 +5,16 @@
     torchrun --nproc_per_node 8 eval.py --baseline Qwen/Qwen3-4B --model DIR OTHER --tasks paper
 
 Samples are drawn at T 0.6, top-p 0.95, as in the paper; the output says so. --baseline scores one
-more model on the same prompts under the same settings, and adds relative gain and forgetting.
+more model on the same prompts under the same settings, and adds relative gain and forgetting. What
+a benchmark gave is written when it is done; the same command goes on with those that are missing.
 """
+import itertools
 import json
 import os
 import time
 from pathlib import Path
+
+from tqdm import tqdm
 
 import checkpoint
 import common
@@ -21,15 +25,19 @@ from data.scores import compare, summary
 
 TINY = dict(model=["tiny"], tasks="tiny", n=8, max_new=64, max_prompt=160, limit=128,
             rollout="hf")
+FREE = {"out", "overwrite", "quiet", "vllm_memory", "tp", "skip_bad"}  # flags that change no score
 
 
-def evaluate(sampler, task, rows, n, max_new, key, temperature, top_p):
+def evaluate(sampler, task, rows, n, max_new, key, temperature, top_p, title=None):
     """Sample and score n responses to each row. The ranks share the work and all get every record,
     one a prompt in order: {"id", "rewards", "answers", "lengths", "finished", "responses", "gold"},
-    gold is what the verifier gives the gold answer itself."""
+    gold is what the verifier gives the gold answer itself. title: of a progress bar."""
     mine = list(enumerate(rows))[common.rank()::common.world()]
+    bar = title and tqdm(desc=title, total=len(mine) * n, unit="response", leave=False)
     rollouts = sampler([row["ids"] for _, row in mine], [i for i, _ in mine], n, max_new, key,
-                       temperature, top_p)
+                       temperature, top_p, bar=bar)
+    if bar:
+        bar.close()
     rewards, _ = batches.score(task, rollouts, mine, n)
     golds, records = batches.gold_scores(task, [row for _, row in mine]), []
     for k, (i, row) in enumerate(mine):
@@ -115,6 +123,8 @@ def get_args(argv=None):
     common.add_rollout_args(add)
     add("--seed", type=int, default=0, help="of the samples, and of what a benchmark draws")
     add("--out", default="eval.json", help="scores; the samples go to the .jsonl beside it")
+    add("--overwrite", action="store_true", help="start anew where --out is there already")
+    add("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(param_dtype="float32")
     args = parser.parse_args(argv)
     if args.tiny:
@@ -123,9 +133,12 @@ def get_args(argv=None):
     if args.tasks in ("paper", "tiny"):
         args.tasks = ",".join(name for name, (_, source, *_) in data.BENCHMARKS.items()
                               if (source == "tiny") == (args.tasks == "tiny"))
-    for name, _, source in (entry.partition("=") for entry in args.tasks.split(",")):
+    entries = [entry.partition("=") for entry in args.tasks.split(",")]
+    for name, _, source in entries:
         if name not in data.BENCHMARKS:
             parser.error(f"--tasks {name}: must be of {', '.join(data.BENCHMARKS)}")
+        if [other for other, *_ in entries].count(name) > 1:
+            parser.error(f"--tasks {args.tasks}: names {name} twice")
         if source.endswith(".jsonl") and not Path(source).is_file():
             parser.error(f"--tasks {name}={source}: there is no such file")
     if Path(args.out).is_dir() or Path(args.out).suffix in ("", ".jsonl"):
@@ -137,36 +150,91 @@ def get_args(argv=None):
     common.require_files(parser, args, "model", "baseline")
     if not args.temperature >= 0 or not 0 < args.top_p <= 1:
         parser.error("--temperature: must not be negative; --top_p: must lie in (0, 1]")
+    if Path(args.out).exists() and not args.overwrite:
+        for name, old in same(parser, args.out, vars(args), FREE).get("weights", {}).items():
+            if checkpoint.fingerprint(name) != old:
+                parser.error(f"--model {name}: {args.out} was made with other weights of that name")
     return args
 
 
+def same(parser, path, new, free):
+    """What a file holds; flags other than those in it are refused."""
+    try:
+        found = json.loads(Path(path).read_text())
+        old = {**found["args"].get("trainer", {}), **found["args"]}
+    except (ValueError, KeyError, TypeError) as error:
+        parser.error(f"{path}: is not what a run writes ({error!r})")
+    if told := [f"--{name} {new.get(name)}: {path} was made with {old.get(name)}"
+                for name in sorted((old.keys() | new.keys()) - free)
+                if old.get(name) != new.get(name)]:
+        parser.error("; ".join(told))
+    return found
+
+
+def finished(args):
+    """What args.out and the samples beside it hold already of each model and benchmark, as
+    {(model, benchmark): score} and {(model, benchmark): lines}."""
+    lines, out = {}, Path(args.out)
+    if args.overwrite or not out.exists() or not out.with_suffix(".jsonl").exists():
+        return {}, {}
+    with open(out.with_suffix(".jsonl")) as file:
+        for line in file:
+            record = json.loads(line)
+            lines.setdefault((record["model"], record["benchmark"]), []).append(line)
+    scores = {(name, benchmark): score
+              for benchmark, models in json.loads(out.read_text())["scores"].items()
+              for name, score in models.items()
+              if score["prompts"] == len(lines.get((name, benchmark), []))}
+    return scores, {key: lines[key] for key in scores}
+
+
 def run(args):
-    """Evaluate; write args.out and, before it, the samples. Returns what args.out holds."""
-    device = common.setup(args)
-    result, lines = {**common.describe(args), "scores": {}}, []
-    for name in dict.fromkeys([args.baseline or args.model[0], *args.model]):
+    """Evaluate, but what args.out holds already, and write it anew after each benchmark of each
+    model. Returns what it holds, on rank 0."""
+    device, out = common.setup(args), Path(args.out)
+    sources = dict(entry.partition("=")[::2] for entry in args.tasks.split(","))
+    names = dict.fromkeys([args.baseline or args.model[0], *args.model])
+    keys = [(name, benchmark) for name in names for benchmark in sources]
+    scores, lines = finished(args) if common.rank() == 0 else ({}, {})
+    kept = common.gather(list(scores))  # what rank 0 has found
+    missing = [key for key in keys if key not in kept]
+    weights = {name: checkpoint.fingerprint(name) for name in names}
+    for name, own in itertools.groupby(missing, key=lambda key: key[0]):
         model, tokenizer = checkpoint.load_model(name)
         model = common.distribute(model, args, device, train=False)
         sampler = rollout.sampler(args, model, tokenizer)
-        for entry in args.tasks.split(","):
-            benchmark, _, own = entry.partition("=")
-            domain, source, split, _, _ = data.BENCHMARKS[benchmark]
+        for key in own:
+            domain, source, split, _, _ = data.BENCHMARKS[key[1]]
             task, began = data.TASKS[domain], time.perf_counter()
-            rows = read(task, own or source, split, tokenizer, args, args.limit)
+            title = f"{key[1]}, {keys.index(key) + 1} of {len(keys)}"
+            rows = read(task, sources[key[1]] or source, split, tokenizer, args, args.limit)
             records = evaluate(sampler, task, rows, args.n, args.max_new, ("eval", args.seed),
-                               args.temperature, args.top_p)
-            score = {**summary(records), "seconds": time.perf_counter() - began}
-            result["scores"].setdefault(benchmark, {})[name] = score
-            lines += [{"model": name, "benchmark": benchmark, **record} for record in records]
-    for scores in result["scores"].values():
-        for name in args.model if args.baseline else []:
-            scores[name] |= compare(scores[name]["mean"], scores[args.baseline]["mean"])
-    if common.rank() == 0:
-        out = Path(args.out)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.with_suffix(".jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in lines))
-        common.write_json(out, result)
-    return result
+                               args.temperature, args.top_p,
+                               None if common.rank() or args.quiet else title)
+            if common.rank() == 0:
+                score = {**summary(records), "seconds": time.perf_counter() - began}
+                base = scores.get((args.baseline, key[1]), score)
+                compared = args.baseline and name in args.model
+                scores[key] = score | (compare(score["mean"], base["mean"]) if compared else {})
+                lines[key] = [json.dumps({"model": name, "benchmark": key[1], **record}) + "\n"
+                              for record in records]
+                write(args, keys, weights, scores, lines)
+    return json.loads(out.read_text()) if common.rank() == 0 else None
+
+
+def write(args, keys, weights, scores, lines):
+    """The samples, then the scores that vouch for them, each renamed when it is whole."""
+    out, table = Path(args.out), {}
+    for name, benchmark in keys:
+        table.setdefault(benchmark, {}).update(
+            {name: scores[name, benchmark]} if (name, benchmark) in scores else {})
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = out.with_suffix(".jsonl.part")
+    aside.write_text("".join(line for key in keys for line in lines.get(key, [])))
+    aside.replace(out.with_suffix(".jsonl"))
+    common.write_json(out, {
+        **common.describe(args), "missing": [key for key in keys if key not in scores],
+        "weights": weights, "scores": table})
 
 
 def main(args):

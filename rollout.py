@@ -13,6 +13,7 @@ trainer's own log-probabilities and the entropies then take a pass of their own 
 import functools
 import hashlib
 import inspect
+import json
 import os
 import tempfile
 from dataclasses import dataclass
@@ -238,12 +239,12 @@ def _sample_batch(model, prompts, uniforms, stop, temperature, top_p):
 
 
 def sample(model, tokenizer, prompts, numbers, group, max_new, key, temperature=1.0, top_p=1.0,
-           tokens_at_once=2**19):
+           tokens_at_once=2**19, bar=None):
     """Sample `group` responses to each prompt: Rollouts in the prompts' order, siblings adjacent.
 
     prompts: lists of token ids; numbers: their places in the global batch, of which a rank has
     some; key: what the random numbers depend on beside the row, say (seed, step). tokens_at_once
-    bounds the key-value cache, prompts x (prompt + G x max_new).
+    bounds the key-value cache, prompts x (prompt + G x max_new). bar: over the responses.
     """
     stop, done = stop_ids(model, tokenizer), {}
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))  # so that few are padded
@@ -262,6 +263,8 @@ def sample(model, tokenizer, prompts, numbers, group, max_new, key, temperature=
             done[row] = Rollout(
                 row, prompts[chosen[k // group]], ids, logprobs[k, :n].clone(),
                 entropy[k, :n].clone(), ids[-1] in stop, decode(tokenizer, ids, stop))
+        if bar is not None:
+            bar.update(len(rows))
     return [done[number * group + g] for number in numbers for g in range(group)]
 
 
@@ -286,11 +289,13 @@ def logprobs(model, rollouts, tokens_per_micro, pack=True):
 
 def sampler(args, model, tokenizer):
     """`sample` by that engine, of the model as it is when called: a function of prompts, numbers,
-    group, max_new, key, temperature, top_p. Every rank calls it, with prompts or without."""
+    group, max_new, key, temperature, top_p, bar. Every rank calls it, with prompts or without."""
     if args.rollout == "vllm":
         auto = "bfloat16" if model.device.type == "cuda" else args.param_dtype
-        llm = _vllm(model.config.to_json_string(), auto if args.dtype == "auto" else args.dtype,
-                    args.max_prompt + args.max_new, args.vllm_memory, args.tp, model.device.type)
+        dtype = auto if args.dtype == "auto" else args.dtype
+        config = json.loads(model.config.to_json_string()) | {"dtype": dtype}  # not the weights'
+        llm = _vllm(json.dumps(config), dtype, args.max_prompt + args.max_new, args.vllm_memory,
+                    args.tp, model.device.type)
         return functools.partial(_sample_vllm, llm, model, tokenizer, args.tp)
 
     def sample_hf(*given, **named):
@@ -302,8 +307,9 @@ def sampler(args, model, tokenizer):
 @functools.cache  # stages of a sequence and models to compare share it
 def _vllm(config, dtype, length, memory, tp, device):
     """An engine in this process, for this rank or tp of them, without weights; asleep on CUDA."""
-    for name, value in dict(ENABLE_V1_MULTIPROCESSING="0", LOGGING_LEVEL="ERROR",
-                            NO_USAGE_STATS="1", CPU_OMP_THREADS_BIND="nobind").items():
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or it could not be given the weights
+    for name, value in dict(LOGGING_LEVEL="ERROR", NO_USAGE_STATS="1",
+                            CPU_OMP_THREADS_BIND="nobind").items():
         os.environ.setdefault(f"VLLM_{name}", value)
     from vllm import LLM
     room = dict(gpu_memory_utilization=memory, enable_sleep_mode=True) if device == "cuda" else (
@@ -324,7 +330,7 @@ def _vllm(config, dtype, length, memory, tp, device):
 
 
 def _sample_vllm(llm, model, tokenizer, tp, prompts, numbers, group, max_new, key, temperature=1.0,
-                 top_p=1.0):
+                 top_p=1.0, bar=None):
     """`sample` by vLLM, with the model's weights of now. A response has a seed of its own, keyed as
     in `sample` but spent in vLLM's way; its neighbours change it by rounding alone."""
     from vllm import SamplingParams
@@ -332,28 +338,24 @@ def _sample_vllm(llm, model, tokenizer, tp, prompts, numbers, group, max_new, ke
     if tp > 1:  # ranks that share an engine sample together, for all of them
         mates = gather([(prompts, numbers)])[rank() // tp * tp:][:tp]
         prompts, numbers = ([x for mate in mates for x in mate[k]] for k in (0, 1))
-
-    def weights():  # all names, or vLLM keeps a stale head where it is tied; whole one by one
-        for name, value in model.state_dict().items():
-            value = value.detach().to(llm.model_config.dtype)
-            yield name, value.full_tensor() if isinstance(value, DTensor) else value
-
-    if model.device.type == "cuda":
-        torch.cuda.empty_cache()  # what the training step held
-        llm.wake_up(tags=["weights"])
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()})
-    if model.device.type == "cuda":
-        llm.wake_up(tags=["kv_cache"])
-    if not llm.reset_prefix_cache():  # siblings share their prompt in it, steps must not
-        raise RuntimeError("vLLM keeps keys and values of the weights before")
     stop, rows = stop_ids(model, tokenizer), [n * group + g for n in numbers for g in range(group)]
     settings = [SamplingParams(
         temperature=temperature, top_p=top_p, max_tokens=max_new, stop_token_ids=stop, logprobs=0,
         seed=keyed_generator("sample", *key, row).initial_seed(), detokenize=False) for row in rows]
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts for _ in range(group)],
-                           settings, use_tqdm=False)
-    if model.device.type == "cuda":
-        llm.sleep(level=2)  # it has no weights until the next push
+    asked = [{"prompt_token_ids": ids} for ids in prompts for _ in range(group)]
+    weights, died = _weights(model, llm.model_config.dtype), []
+    try:
+        outputs = _generate(llm, model.device.type == "cuda", weights, asked, settings, bar)
+    except Exception as error:  # of any kind: the engine is lost, and the run with it
+        step = "".join(f", step {k}" for k in [k for k in key if isinstance(k, int)][1:])
+        died = [f"rank {rank()}{step}: vLLM died: {type(error).__name__}: "
+                f"{' '.join(str(error).split())[:300]}"]
+        if tp > 1:  # ranks that share the engine may hang in it: torchrun ends them
+            raise SystemExit(died[0]) from None
+        for _ in weights:  # the other ranks wait for this one's shards
+            pass
+    if died := gather(died):  # all ranks stop, and one of them says why
+        raise SystemExit(f"--rollout vllm: {died[0]}" if rank() == 0 else 1)
     done = []
     for i, (row, output) in enumerate(zip(rows, outputs, strict=True)):
         ids, given = list(output.outputs[0].token_ids), output.outputs[0].logprobs
@@ -361,6 +363,29 @@ def _sample_vllm(llm, model, tokenizer, tp, prompts, numbers, group, max_new, ke
         done.append(Rollout(row, prompts[i // group], ids, given, None, ids[-1] in stop,
                             decode(tokenizer, ids, stop)))
     return [r for r in done if r.row // group in own]
+
+
+def _weights(model, dtype):
+    """All names, or vLLM keeps a stale head where it is tied; whole one by one."""
+    for name, value in model.state_dict().items():
+        value = value.detach().to(dtype)
+        yield name, value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _generate(llm, cuda, weights, prompts, settings, bar):
+    """Wake the engine, push the weights, sample, put it to sleep: outputs in the prompts' order."""
+    if cuda:
+        torch.cuda.empty_cache()  # what the training step held
+        llm.wake_up(tags=["weights"])
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    if cuda:
+        llm.wake_up(tags=["kv_cache"])
+    if not llm.reset_prefix_cache():  # siblings share their prompt in it, steps must not
+        raise RuntimeError("it keeps keys and values of the weights before")
+    outputs = llm.generate(prompts, settings, use_tqdm=bar is not None and (lambda **_: bar))
+    if cuda:
+        llm.sleep(level=2)  # it has no weights until the next push
+    return outputs
 
 
 def rescore(model, rollouts, tokens_per_micro, pack=True):

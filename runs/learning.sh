@@ -19,7 +19,7 @@ done; done | while read -r line; do
   [ -d "$folder/ckpt-000060" ] || { rm -rf "$folder"; echo "train_${line##* }.py ${line% *}"; }
 done | xargs -r -P 2 -L 1 $python
 for base in 0 1; do for task in math tooluse; do
-  [ -f "$out/$task-base$base.json" ] || echo "--tiny --tasks tiny_$task --baseline $out/base$base" \
+  echo "--tiny --tasks tiny_$task --baseline $out/base$base" \
     "--model $out/$task-base$base-grpo-0 $out/$task-base$base-grpo-1 $out/$task-base$base-grpo-2" \
     "$out/$task-base$base-sdpo-0 $out/$task-base$base-sdpo-1 $out/$task-base$base-sdpo-2" \
     "--limit 512 --n 8 --temperature 1 --top_p 1 --out $out/$task-base$base.json"

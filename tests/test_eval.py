@@ -3,6 +3,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import socket
 import statistics
 import subprocess
@@ -23,6 +24,7 @@ from data.scores import majority, pass_at_k
 ROWS = Path(__file__).parent / "rows" / "cases.jsonl"
 CASES = {case["id"]: case for case in map(json.loads, ROWS.open())}
 TWO = "aime24,math500"  # two benchmarks of one patched task
+TEN = f"--tasks {TWO} --n 4 --max_new 10 --max_prompt 100 --limit 10"
 
 
 @pytest.fixture(scope="module")
@@ -189,34 +191,42 @@ def s26(models, tmp_path, monkeypatch, given, expected):
     assert state == {"best_eval": 0.5, "best_step": 1}  # chosen by eval, whatever the reward does
 
 
-def r03(models, tmp_path, monkeypatch, given, expected):
-    """10 rows on 4 ranks: each is scored once, and all as on one rank, which also says that no rank
-    waits for another. FSDP too, where ranks have different numbers of forward passes."""
-    flags = f"--tasks {TWO} --n 4 --max_new 10 --max_prompt 100 --limit {given['rows']}"
-    jobs = []
-    for name, ranks, shard in (("one", 1, ""), ("four", given["world"], ""),
-                               ("shards", 3, "--fsdp on")):
+@pytest.fixture(scope="module")
+def ranks(models, tmp_path_factory):
+    """An evaluation on 1 rank, on 4, and on 3 with FSDP; and one on 2 that is killed when its
+    second benchmark is sampled, but its scores are not written."""
+    root, jobs = tmp_path_factory.mktemp("ranks"), []
+    for name, n, shard, kill in (("one", 1, "", None), ("four", 4, "", None),
+                                 ("shards", 3, "--fsdp on", None),
+                                 ("killed", 2, "", dict(point="write_json", nth=2))):
         with socket.create_server(("localhost", 0)) as free:
             port = free.getsockname()[1]
-        jobs.append(dict(name=name, script="eval", ranks=ranks, before=[], port=port,
-                         out=str(tmp_path / name), files=str(tmp_path / name), argv=[
-                             "--model", models["gpt2"], *f"{flags} {shard}".split(),
-                             "--out", str(tmp_path / f"{name}-scores.json")]))
-    (tmp_path / "jobs").write_text(json.dumps(jobs))
+        jobs.append(dict(name=name, script="eval", ranks=n, before=[], port=port, kill=kill,
+                         out=str(root / name), files=str(root / name),
+                         argv=[*f"--model {models['gpt2']} {TEN} {shard}".split(),
+                               "--out", str(root / f"{name}-scores.json")]))
+    (root / "jobs").write_text(json.dumps(jobs))
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run([sys.executable, worker.__file__, tmp_path / "jobs"], env=environment,
-                          timeout=300, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, worker.__file__, root / "jobs"], env=environment,
+                          timeout=900, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    one = (tmp_path / "one-scores.jsonl").read_text()
-    for name, ranks in (("four", 4), ("shards", 3)):
-        told = (tmp_path / f"{name}.rank0.txt").read_text()
-        assert json.loads((tmp_path / f"{name}.json").read_text())["codes"] == [0] * ranks, told
-        assert (tmp_path / f"{name}-scores.jsonl").read_text() == one
-        scores = json.loads((tmp_path / f"{name}-scores.json").read_text())["scores"]
+    return root
+
+
+def r03(models, tmp_path, monkeypatch, given, expected, ranks):
+    """10 rows on 4 ranks: each is scored once, and all as on one rank, which also says that no rank
+    waits for another. FSDP too, where ranks have different numbers of forward passes."""
+    assert (given["rows"], given["world"]) == (10, 4)
+    one = (ranks / "one-scores.jsonl").read_text()
+    for name, n in (("four", 4), ("shards", 3)):
+        told = (ranks / f"{name}.rank0.txt").read_text()
+        assert json.loads((ranks / f"{name}.json").read_text())["codes"] == [0] * n, told
+        assert (ranks / f"{name}-scores.jsonl").read_text() == one
+        scores = json.loads((ranks / f"{name}-scores.json").read_text())["scores"]
         for score in scores.values():
             assert score[models["gpt2"]]["prompts"] == expected["eval_rows_scored"]
         assert told.count("benchmark  ") == 1  # the table, by rank 0
-        assert "benchmark  " not in (tmp_path / f"{name}.rank1.txt").read_text()
+        assert "benchmark  " not in (ranks / f"{name}.rank1.txt").read_text()
 
 
 CHECKS = {name.upper(): check for name, check in list(globals().items())
@@ -224,8 +234,124 @@ CHECKS = {name.upper(): check for name, check in list(globals().items())
 
 
 @pytest.mark.parametrize("case", CHECKS)
-def test_case(case, models, tmp_path, monkeypatch):
-    CHECKS[case](models, tmp_path, monkeypatch, CASES[case]["input"], CASES[case]["expected"])
+def test_case(case, models, tmp_path, monkeypatch, request):
+    CHECKS[case](models, tmp_path, monkeypatch, CASES[case]["input"], CASES[case]["expected"],
+                 *([request.getfixturevalue("ranks")] if case == "R03" else []))
+
+
+# ---- a run that was stopped ----------------------------------------------------------------------
+
+def contents(path):
+    """What an evaluation wrote, without its times."""
+    found = json.loads(path.read_text())
+    for score in (score for models in found["scores"].values() for score in models.values()):
+        assert score.pop("seconds") > 0
+    return {key: found[key] for key in ("scores", "missing", "weights")}, [
+        json.loads(line) for line in path.with_suffix(".jsonl").open()]
+
+
+@pytest.fixture
+def sampled(monkeypatch):
+    """The models and prompts that are sampled from here on."""
+    worker.install_task(monkeypatch.setattr)
+    calls, original = [], rollout.sample
+
+    def spy(model, tokenizer, prompts, *a, **k):
+        calls.append((model.config.model_type, len(prompts)))
+        return original(model, tokenizer, prompts, *a, **k)
+    monkeypatch.setattr(rollout, "sample", spy)
+    return calls
+
+
+def again(out, *argv):
+    return eval.main(eval.get_args([*argv, "--out", str(out)]))
+
+
+def test_goes_on_after_a_kill(models, ranks, sampled, tmp_path, capsys):
+    """SIGKILL in the second of two benchmarks, on two ranks: the file is whole and says what is
+    missing, the first is not sampled again, and all is as in one go."""
+    assert json.loads((ranks / "killed.json").read_text())["codes"][0] == -9
+    for suffix in (".json", ".jsonl"):
+        (tmp_path / f"killed{suffix}").write_bytes((ranks / f"killed-scores{suffix}").read_bytes())
+    out, argv = tmp_path / "killed.json", ["--model", models["gpt2"], *TEN.split()]
+    (scores, missing, _), lines = contents(out)[0].values(), contents(out)[1]
+    assert list(scores["aime24"]) == [models["gpt2"]] and scores["math500"] == {}
+    assert missing == [[models["gpt2"], "math500"]]
+    assert len(lines) == 20  # samples without scores count for nothing
+    result = again(out, *argv)
+    assert sampled == [("gpt2", 10)]
+    once = contents(ranks / "one-scores.json")
+    assert contents(out) == once and once[0]["missing"] == []
+    assert "math500, 2 of 2" in capsys.readouterr().err  # the progress bar
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert again(out, *argv, "--quiet") == result and len(sampled) == 1  # nothing is left to do
+    assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert "math500," not in capsys.readouterr().err
+    again(out, *argv, "--overwrite")
+    assert len(sampled) == 3 and contents(out) == once
+    lines = out.with_suffix(".jsonl").read_text().splitlines(keepends=True)
+    out.with_suffix(".jsonl").write_text("".join(lines[1:]))  # samples that are gone
+    again(out, *argv)
+    assert len(sampled) == 4 and contents(out) == once
+
+
+def test_goes_on_with_the_second_model(models, sampled, tmp_path, monkeypatch):
+    """Stopped in the second model: the baseline is neither loaded nor sampled, and compared."""
+    argv = ["--baseline", models["gpt2"], "--model", models["llama"], *TEN.split(), "--quiet"]
+    once = again(tmp_path / "once.json", *argv)
+    original, loaded = checkpoint.load_model, []
+    with monkeypatch.context() as patch:
+        def stop(name, *a):
+            if name == models["llama"]:
+                raise KeyboardInterrupt
+            return original(name, *a)
+        patch.setattr(checkpoint, "load_model", stop)
+        with pytest.raises(KeyboardInterrupt):
+            again(tmp_path / "twice.json", *argv)
+    monkeypatch.setattr(checkpoint, "load_model", lambda name, *a: loaded.append(name) or original(
+        name, *a))
+    del sampled[:]
+    twice = again(tmp_path / "twice.json", *argv)
+    assert loaded == [models["llama"]] and sampled == [("llama", 10)] * 2
+    assert contents(tmp_path / "twice.json") == contents(tmp_path / "once.json")
+    assert list(twice["scores"]["math500"]) == list(once["scores"]["math500"])
+
+
+def test_changed_flags_are_refused(models, ranks, tmp_path, monkeypatch, capsys):
+    """One line that names them all; what changes no score may change; and other weights under the
+    same name are another model."""
+    out, argv = ranks / "one-scores.json", ["--model", models["gpt2"], *TEN.split()]
+    for changed in (["--n", "3"], ["--seed", "1", "--temperature", "1"], ["--think"],
+                    ["--tasks", "aime24"], ["--baseline", models["llama"]]):
+        told = worker.refusal(lambda flags=changed: eval.get_args(
+            [*argv, *flags, "--out", str(out)]), capsys, monkeypatch)
+        assert all(f"{flag} " in told for flag in changed if flag.startswith("--")) and (
+            f"{out} was made with" in told), told
+        assert eval.get_args([*argv, *changed, "--overwrite", "--out", str(out)])
+    assert eval.get_args([*argv, "--vllm_memory", "0.1", "--quiet", "--out", str(out)])
+    found = json.loads(out.read_text())
+    found["weights"][models["gpt2"]] = "0" * 16
+    (tmp_path / "eval.json").write_text(json.dumps(found))
+    told = worker.refusal(lambda: eval.get_args([*argv, "--out", str(tmp_path / "eval.json")]),
+                          capsys, monkeypatch)
+    assert f"--model {models['gpt2']}: " in told and "other weights" in told
+    (tmp_path / "eval.json").write_text("[]")
+    told = worker.refusal(lambda: eval.get_args([*argv, "--out", str(tmp_path / "eval.json")]),
+                          capsys, monkeypatch)
+    assert "is not what a run writes" in told
+
+
+def test_fingerprint(models, tmp_path):
+    """Of what the weights are, not of where or when; a run's folder stands for its last
+    checkpoint."""
+    run, hub = tmp_path / "run", checkpoint.fingerprint("no/such-model")
+    for step, kind in ((5, "llama"), (10, "other")):
+        shutil.copytree(models[kind], run / f"ckpt-{step:06d}")
+    (run / "log.jsonl").touch()
+    prints = [checkpoint.fingerprint(models[kind]) for kind in ("llama", "other", "gpt2")]
+    assert len({*prints, hub}) == 4 and hub is None
+    assert checkpoint.fingerprint(run) == prints[1]
+    assert checkpoint.fingerprint("tiny") is not None
 
 
 # ---- bad input -----------------------------------------------------------------------------------
