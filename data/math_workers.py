@@ -25,6 +25,7 @@ from pathlib import Path
 from data import math_equal
 
 LIMIT = 5.0  # seconds that one comparison may take
+START = 600  # seconds until a worker has imported sympy; 120 were too few at a load of 15
 MEMORY = 2 << 30  # bytes of address space that a worker may take ..
 RETIRE = MEMORY // 4  # .. and of memory taken once, after which it makes room for a fresh one
 WORKERS = min(4, os.cpu_count() or 1)
@@ -80,11 +81,11 @@ def _start() -> subprocess.Popen:
                               env={**os.environ, "OMP_NUM_THREADS": "1"})
     with _lock:
         _running.add(worker)
-    reply = _read_line(worker, 120)
+    reply = _read_line(worker, START)
     if reply != b"ready":
         _kill(worker)
         raise RuntimeError("a worker that compares answers did not start; its error stands above"
-                           if reply == b"" else "a worker did not start within 120 s")
+                           if reply == b"" else f"a worker did not start within {START} s")
     return worker
 
 

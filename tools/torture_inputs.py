@@ -1,4 +1,4 @@
-"""Hostile programs, responses and rows, by the thousand: what people feed to a run that is left alone.
+"""Hostile programs, texts and rows, by the thousand: what is fed to a run that is left alone.
 
     python tools/torture_inputs.py [--quick] [--part programs] [--json rows.json]
 
@@ -149,25 +149,29 @@ def hostile_programs(quick):
 # ---- verifiers -----------------------------------------------------------------------------------
 
 FILES = {"math": ["dapo", "aime24", "aime25", "math500", "gsm8k"],
-         "science": ["sdpo_sciknoweval_chemistry"], "tooluse": ["tooluse", "toolalpaca_raw", "bfcl"],
-         "coding": ["dolci", "mbpp", "humaneval"], "logic": ["zebra_private_mc.shape",
-         "zebra_private_grid.shape"], "knowledge": ["mmlu_redux_anatomy", "gpqa_diamond.shape"]}
+         "science": ["sdpo_sciknoweval_chemistry"],
+         "tooluse": ["tooluse", "toolalpaca_raw", "bfcl"],
+         "coding": ["dolci", "mbpp", "humaneval"],
+         "logic": ["zebra_private_mc.shape", "zebra_private_grid.shape"],
+         "knowledge": ["mmlu_redux_anatomy", "gpqa_diamond.shape"]}
 PIECES = ["\\boxed{", "}", "{", "<think>", "</think>", "<reasoning>", "<answer>", "</answer>", "\n",
           "Action: ", "\nAction Input: ", "```", "```python\n", "\\frac{1}{", "^{", "\\text{", "$",
           "\\sqrt", "\\begin{pmatrix}", "\\infty", "\\cup", "\\pm", "!", "%", "=", ":", ",", "e999",
-          "nan", "[", "]", "(", '"', "\\", "\\\\", "A", "b", "1/0", "\0", "\ud800", "\u202e", "\U0001f600",
-          "\u0661", "\x1b[2K", "9" * 400, '{"House 1": ', "null", "import os\n", "def add(", " ", "\r"]
-BOMBS = ["9^{9^{9^{9}}}", "(10^{10^{10}})!", "170!!!", "10^{10^8}", "\\frac{10^{9^9}}{10^{9^9}+1}",
-         "\\sum_{n=1}^{10^{12}} \\frac{1}{n}", "\\prod_{n=1}^{10^9} n", "\\binom{10^9}{5\\cdot10^8}",
-         "\\int_0^1 \\frac{\\sin^{99} x}{x^{33}+e^{x^2}} dx", "\\lim_{x\\to0} x^{x^{x^{x}}}",
-         "(x+y+z+w)^{400}", "\\sqrt{" * 300 + "2" + "}" * 300, "\\frac{1}{1+" * 200 + "1" + "}" * 200,
-         "(" * 5000 + "1" + ")" * 5000, "2" + "^{2" * 60 + "}" * 60, "1" + "+1" * 20000, "9" * 499,
-         "\\begin{pmatrix}" + "\\\\".join("&".join("x" for _ in range(12)) for _ in range(12))
-         + "\\end{pmatrix}^{99}", "\\{" + ",".join(map(str, range(200))) + "\\}", "x" * 499, "-" * 499,
-         "\\sin" * 120 + "x", "0." + "3" * 480, "1e999999999", "\\log_{10}(9^{9^{9}})", "2^{2^{40}} \\bmod 7",
-         "1" + "," * 490 + "1", "1:" * 240 + "1", "x=" * 240 + "1", "\\text{" * 80 + "a" + "}" * 80,
-         "[1," * 160 + "]" * 160, "\\cup".join(f"({n},{n + 1})" for n in range(50)), "F_{10^{18}}",
-         "\\cos(1)" + "\\cdot\\cos(1)" * 35, "x^{99999999}-x^{99999998}", "|" * 499, "\\pm" * 160 + "1"]
+          "nan", "[", "]", "(", '"', "\\", "\\\\", "A", "b", "1/0", "\0", "\ud800", "\u202e",
+          "\U0001f600", "\u0661", "\x1b[2K", "9" * 400, '{"House 1": ', "null", "import os\n",
+          "def add(", " ", "\r"]
+BOMBS = [
+    "9^{9^{9^{9}}}", "(10^{10^{10}})!", "170!!!", "10^{10^8}", "\\frac{10^{9^9}}{10^{9^9}+1}",
+    "\\sum_{n=1}^{10^{12}} \\frac{1}{n}", "\\prod_{n=1}^{10^9} n", "\\binom{10^9}{5\\cdot10^8}",
+    "\\int_0^1 \\frac{\\sin^{99} x}{x^{33}+e^{x^2}} dx", "\\lim_{x\\to0} x^{x^{x^{x}}}",
+    "(x+y+z+w)^{400}", "\\sqrt{" * 80 + "2" + "}" * 80, "\\frac{1}{1+" * 40 + "1" + "}" * 40,
+    "(" * 240 + "1" + ")" * 240, "2" + "^{2" * 60 + "}" * 60, "1" + "+1" * 240, "9" * 499,
+    "\\begin{pmatrix}" + "\\\\".join("&".join("x" * 9) for _ in range(9)) + "\\end{pmatrix}^{99}",
+    "\\{" + ",".join(map(str, range(120))) + "\\}", "x" * 499, "-" * 499, "\\sin" * 120 + "x",
+    "0." + "3" * 480, "1e999999999", "\\log_{10}(9^{9^{9}})", "2^{2^{40}} \\bmod 7", "F_{10^{18}}",
+    "1" + "," * 490 + "1", "1:" * 240 + "1", "x=" * 240 + "1", "\\text{" * 80 + "a" + "}" * 80,
+    "[1," * 160 + "]" * 160, "\\cup".join(f"({n},{n + 1})" for n in range(40)), "|" * 499,
+    "\\cos(1)" + "\\cdot\\cos(1)" * 35, "x^{99999999}-x^{99999998}", "\\pm" * 160 + "1"]
 
 
 def golds(name):
@@ -225,42 +229,45 @@ def verifiers(quick):
     first in this thread, then in eight; nothing is raised and no limit is passed."""
     limit, math_workers.LIMIT = math_workers.LIMIT, 2.0
     seconds, coding_judge.SECONDS = coding_judge.SECONDS, 2.0
-    for name, task in TASKS.items():
-        began, rng = time.monotonic(), random.Random(name)
-        rows = golds(name)
-        if name == "coding":  # those with a known solution
-            rows = [row for row in rows if "solution" in row["answer"] or "tests" in row["answer"]]
-        count = (10 if name == "coding" else 100) if quick else 10000
-        jobs = [(text, rng.choice(rows)["answer"]) for text in generated(count // 2)]
-        for _ in range(count - len(jobs)):
-            answer = rng.choice(rows)["answer"]
-            jobs.append((mutated(task.render(answer), rng), answer))
+    try:
+        for name, task in TASKS.items():
+            began, rng = time.monotonic(), random.Random(name)
+            rows = golds(name)
+            if name == "coding":  # those with a known solution
+                rows = [row for row in rows if row["answer"].keys() & {"solution", "tests"}]
+            count = (10 if name == "coding" else 100) if quick else 10000
+            jobs = [(text, rng.choice(rows)["answer"]) for text in generated(count // 2)]
+            for _ in range(count - len(jobs)):
+                answer = rng.choice(rows)["answer"]
+                jobs.append((mutated(task.render(answer), rng), answer))
 
-        def one(job, task=task):
-            return verdict(task, *job, limit=60)  # while others wait for the same two workers
+            def one(job, task=task):
+                return verdict(task, *job, limit=60)  # while others wait for the same two workers
 
-        first = list(map(one, jobs)) if name != "coding" else None
-        with ThreadPoolExecutor(8) as pool:
-            first = first or list(pool.map(one, jobs))
-            coding_judge._verdicts.clear()
-            second = list(pool.map(one, jobs))
-        results = [(repr(text)[:80], a or b or (f"{x}, then {y}" if x != y and "clock" not in
-                    (x, y) else "")) for (text, _), (a, x), (b, y) in zip(jobs, first, second, strict=True)]
-        right = sum(x == 1 for _, x in first)
-        yield row(f"{name}: any text, twice", results, began, f"{right} of them right, "
-                  f"{sum('clock' in (x, y) for (_, x), (_, y) in zip(first, second, strict=True))}"
-                  " stopped by the clock")
-    yield from (adversarial(quick), huge(quick))
-    math_workers.LIMIT, coding_judge.SECONDS = limit, seconds
+            first = list(map(one, jobs)) if name != "coding" else None
+            with ThreadPoolExecutor(8) as pool:
+                first = first or list(pool.map(one, jobs))
+                coding_judge._verdicts.clear()
+                second = list(pool.map(one, jobs))
+            results, late = [], 0
+            for (text, _), (wrong, x), (also, y) in zip(jobs, first, second, strict=True):
+                late += "clock" in (x, y)
+                differs = x != y and "clock" not in (x, y)
+                results.append((repr(text)[:80], wrong or also or f"{x}, then {y}" * differs))
+            yield row(f"{name}: any text, twice", results, began,
+                      f"{sum(x == 1 for _, x in first)} right, {late} stopped by the clock")
+        yield from (adversarial(quick), huge(quick))
+    finally:
+        math_workers.LIMIT, coding_judge.SECONDS = limit, seconds
 
 
 def adversarial(quick):
-    """Expressions that take for ever: bounded in time and memory, from this thread and from eight."""
+    """Expressions that take for ever: bounded in time and memory, in one thread and in eight."""
     began, before, task, most = time.monotonic(), memory(), TASKS["math"], 0
-    jobs = [(f"\\boxed{{{bomb}}}", gold) for bomb in BOMBS
-            for gold in ("\\frac{1}{3}", bomb + "+1")][:1 if quick else None]
-    results = []
+    results, bombs = [], BOMBS[:1] if quick else BOMBS
     for threads in 1, 8:
+        jobs = [(f"\\boxed{{{bomb}}}", "\\frac{1}{3}" if threads == 1 else f"{bomb}+1")
+                for bomb in bombs]
         with ThreadPoolExecutor(threads) as pool:
             wait = (math_workers.LIMIT + 8) * (1 + threads / math_workers.WORKERS)  # 8: one starts
             results += pool.map(lambda job, wait=wait: (job[0][:60], verdict(task, *job, wait)[0]),
@@ -281,7 +288,8 @@ def huge(quick):
     texts += ["".join(rng.choices(PIECES, k=size // 8)) for _ in range(1 if quick else 20)]
     texts += [f"\\boxed{{{'1+' * (size // 2)}1}}", "<answer>" + "A" * size + "</answer>",
               'Action: a\nAction Input: {"a": "' + "x" * size + '"}',
-              '{"House 1": ' + '{"a":' * (size // 5), "```python\n" + "x = 1\n" * (size // 6) + "```"]
+              '{"House 1": ' + '{"a":' * (size // 5),
+              "```python\n" + "x = 1\n" * (size // 6) + "```"]
     for name, task in TASKS.items():
         answer = golds(name)[0]["answer"]
         for text in texts:
@@ -295,8 +303,10 @@ LOADERS = [(task, name) for task, names in {
     **FILES, "science": ["sciknoweval", "sdpo_sciknoweval_chemistry"],
     "math": [*FILES["math"], "dapo_processed"], "coding": [*FILES["coding"], "lcb"]}.items()
     for name in names]
-VALUES = [None, True, 0, -1, 1.5, 10**30, "", " ", "\0", "a\0b", "\ud800", "x" * 100_000, [], {}, [[]],
-          [None], {"a": None}, [1, "a"], "NaN", float("nan"), "[" * 5000, "{", "\\boxed{", "J", "9" * 5000]
+VALUES = [
+    None, True, 0, -1, 1.5, 10**30, "", " ", "\0", "a\0b", "\ud800", "x" * 100_000, [], {},
+    [[]], [None], {"a": None}, [1, "a"], "NaN", float("nan"), "[" * 5000, "{", "\\boxed{", "J",
+    "9" * 5000]
 
 
 def spoilt(record, rng):
@@ -316,11 +326,11 @@ def spoilt(record, rng):
     line = json.dumps(record).encode()
     if kind == 6:
         cut = rng.randrange(len(line))
-        line = line[:cut] + rng.choice([b"", b"\xff\xfe", b"\xed\xa0\x80", b"\0", b'"', b"}", b"\r"]) + (
-            line[cut:] if rng.random() < .5 else b"")
+        bad = rng.choice([b"", b"\xff\xfe", b"\xed\xa0\x80", b"\0", b'"', b"}", b"\r"])
+        line = line[:cut] + bad + (line[cut:] if rng.random() < .5 else b"")
     if kind == 7:
-        line = rng.choice([b"[" * 100_000, b'{"a":' * 100_000, b"9" * 100_000, b"null", b"[]", b'"a"',
-                           line * 2, b"\xef\xbb\xbf" + line, line.decode().encode("utf-16"),
+        line = rng.choice([b"[" * 100_000, b'{"a":' * 100_000, b"9" * 100_000, b"null", b"[]",
+                           b'"a"', line * 2, b"\xef\xbb\xbf" + line, line.decode().encode("utf-16"),
                            b"\x80\x04\x95", b'{"' + b"x" * (8 << 20) + b'": 1}'])
     if kind == 8:
         line = line + b"\n" + line  # the same id twice
@@ -391,11 +401,12 @@ def hostile_pickles(canary):
             return self.call, self.args
 
     path = str(canary)
-    calls = {"open": Touch(open, path, "w"), "system": Touch(os.system, f"touch {path}"),
-             "eval": Touch(eval, f"open({path!r}, 'w')"), "in a list": [Touch(open, path, "w")],
-             "in a test": [{"input": Touch(open, path, "w"), "output": "1"}],
-             "a key": {Touch(open, path, "w"): 1}, "mkdir": Touch(os.mkdir, path), "a class": [Path],
-             "import": Touch(__import__, "antigravity"), "suppress": Touch(contextlib.suppress)}
+    calls = {
+        "open": Touch(open, path, "w"), "system": Touch(os.system, f"touch {path}"),
+        "eval": Touch(eval, f"open({path!r}, 'w')"), "mkdir": Touch(os.mkdir, path),
+        "in a list": [Touch(open, path, "w")], "a key": {Touch(open, path, "w"): 1},
+        "in a test": [{"input": Touch(open, path, "w"), "output": "1"}], "a class": [Path],
+        "import": Touch(__import__, "antigravity"), "suppress": Touch(contextlib.suppress)}
     for name, value in calls.items():
         yield from ((f"{name}, protocol {n}", pickle.dumps(value, n)) for n in range(6))
     text = path.encode()
@@ -435,7 +446,7 @@ def pickles(quick):
                 path = folder / "rows.jsonl"
                 path.write_text(json.dumps(record) + "\n")
                 rows, told, wrong = loaded(TASKS["coding"], path)
-                wrong = wrong or ("loaded" if rows else "") or ("was run" if canary.exists() else "")
+                wrong = wrong or "loaded" * bool(rows) or "was run" * canary.exists()
                 results.append((f"{file}, {form}, {name}", wrong))
     yield row("pickles as tests, by load()", results, began)
     began, results = time.monotonic(), []
@@ -530,8 +541,8 @@ def main():
         for line in PARTS[name](args.quick):
             rows.append(line)
             print(f"| {' | '.join(str(value) for value in line.values())} |", flush=True)
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=1))
+            if args.json:
+                Path(args.json).write_text(json.dumps(rows, indent=1))
     sys.exit(any(line["survived"] < line["tried"] for line in rows))
 
 
