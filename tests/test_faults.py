@@ -3,6 +3,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import checkpoint
+import common
 import train_grpo
 
 ROOT = Path(__file__).parents[1]
@@ -109,3 +111,85 @@ def test_a_disk_that_is_full(code, tmp_path, monkeypatch, capsys):
     assert [x.name for x in out.glob("*ckpt*")] == ["ckpt-000002"]
     assert checkpoint.fault(out / "ckpt-000002") == ""
     assert json.loads((out / "ckpt-000002/trainer/state.json").read_text())["step"] == 2
+
+
+def test_a_log_that_cannot_be_written(tmp_path, monkeypatch, capsys):
+    """One line, exit 2, and no line is lost: as it grows, and as a resume cuts it."""
+    out, write_text = tmp_path / "run", Path.write_text
+    train_grpo.main(train_grpo.get_args([*FLAGS, "--steps", "3", "--quiet", "--out", str(out)]))
+    before = (out / "log.jsonl").read_text()
+
+    def full(path):
+        if Path(path).name.startswith("log.jsonl"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for owner, name, broken in (
+            (common, "open", lambda path, mode: full(path) or Path(path).open(mode)),  # noqa: SIM115
+            (Path, "write_text", lambda path, text: full(path) or write_text(path, text))):
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+            patch.setattr(common, "lock", lambda folder: open(os.devnull))  # noqa: SIM115
+            patch.setattr(owner, name, broken, raising=False)
+            train_grpo.main(train_grpo.get_args(["--resume", str(out), "--steps", "4"]))
+        told = capsys.readouterr().err.strip().splitlines()[-1]
+        assert stop.value.code == 2 and "cannot be written" in told
+        assert (out / "log.jsonl").read_text() == before and len(lines(out)) == 3
+
+
+def test_a_kill_before_the_first_step(tmp_path, monkeypatch):
+    """A folder is never one that can neither be resumed nor be started again."""
+    out, flags = tmp_path / "run", [*FLAGS, "--steps", "1", "--quiet"]
+    with monkeypatch.context() as patch:
+        def killed(*_):
+            raise KeyboardInterrupt
+        patch.setattr(common, "lock", lambda folder: open(os.devnull))  # noqa: SIM115
+        patch.setattr(common, "write_json", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train_grpo.main(train_grpo.get_args([*flags, "--out", str(out)]))
+    train_grpo.main(train_grpo.get_args([*flags, "--out", str(out)]))
+    assert len(lines(out)) == 1
+
+
+def test_what_is_kept_beside_a_broken_checkpoint(tmp_path, capsys):
+    """--keep counts no later, broken one: the state just saved stays. Where none is whole, nothing
+    is started again over the log."""
+    out = tmp_path / "run"
+    train_grpo.main(train_grpo.get_args([*FLAGS, "--save_every", "2", "--quiet", "--keep", "2",
+                                         "--steps", "4", "--out", str(out)]))
+    os.truncate(out / "ckpt-000004" / "model.safetensors", 99)
+    again = ["--resume", str(out), "--steps", "3", "--keep", "1"]
+    train_grpo.main(train_grpo.get_args(again))
+    assert "ckpt-000004: model.safetensors has 99 bytes" in capsys.readouterr().err
+    assert checkpoint.newest(out) == out / "ckpt-000003"
+    shutil.rmtree(out / "ckpt-000004")
+    shutil.rmtree(out / "ckpt-000003" / "trainer")
+    with pytest.raises(SystemExit) as stop:
+        train_grpo.main(train_grpo.get_args(again))
+    told = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 2 and "no checkpoint of it is whole" in told[-1]
+    assert "ckpt-000003: trainer/" in told[-2] and len(lines(out)) == 3
+
+
+@pytest.mark.parametrize("place, number", [("loss", "inf"), ("gradient", "nan")])
+def test_a_number_that_is_not_finite(place, number, tmp_path, monkeypatch):
+    """An infinite loss may have a finite gradient. No optimizer step; step, rank and rows named."""
+    made, inner, bad = [], common.optimizer_step, float(number)
+
+    def step(model, optimizer, args, number, gradient, loss, batch):
+        if number == 2 and place == "gradient":
+            next(model.parameters()).grad[:1] = bad
+        made.append([row["id"] for _, row in batch])
+        return inner(model, optimizer, args, number, gradient,
+                     bad if number == 2 and place == "loss" else loss, batch)
+    monkeypatch.setattr(common, "optimizer_step", step)
+    out, flags = tmp_path / "run", [*FLAGS, "--updates", "1", "--save_every", "1", "--quiet"]
+    with pytest.raises(FloatingPointError) as stop:
+        train_grpo.main(train_grpo.get_args([*flags, "--out", str(out)]))
+    assert str(stop.value).startswith("step 2, rank 0: the loss is ")
+    assert str(stop.value).endswith(", ".join(map(str, made[1])))
+    assert len(made) == 2 and checkpoint.newest(out) == out / "ckpt-000001"
+
+
+def test_torture():
+    """Its quick kills and damage, by the tool itself."""
+    done = subprocess.run([sys.executable, "tools/torture.py", "--quick", "--parts", "kills"],
+                          cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]

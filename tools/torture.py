@@ -9,13 +9,12 @@ results/torture.json. Survived means: a kill lost nothing (the end is bit-identi
 that was left alone), a fault ended the run in time, with a clear line, and no older checkpoint was
 harmed. Exit 1 where one did not.
 
-The scripts run unchanged, inside this file's `child`, which notes in a file when each phase of a
-step begins (so a kill can be aimed at one, and what it hit is known) and commits one fault.
+The scripts run unchanged, inside torture_child.py, which notes when each phase of a step begins
+and commits one fault. More parts: torture_inputs.py (programs, verifiers, data), torture_peer.py.
 """
 import argparse
 import collections
 import contextlib
-import datetime
 import itertools
 import json
 import math
@@ -24,7 +23,6 @@ import os
 import random
 import re
 import resource
-import runpy
 import shutil
 import signal
 import socket
@@ -34,7 +32,9 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+import torture_child
+
+ROOT, CHILD = Path(__file__).resolve().parents[1], torture_child.__file__
 sys.path.insert(0, str(ROOT))
 FLAGS = [f"--{flag}" for flag in (
     "tiny", "quiet", "prompts=4", "group=4", "max_new=32", "lr=1e-3", "eval_every=2",
@@ -50,144 +50,6 @@ RANKS = {"1 rank": (1, []), "2 ranks DDP": (2, ["--fsdp", "off"]),
 MACHINE = {"sample_seconds", "train_seconds", "sample_tokens_per_s", "train_tokens_per_s",
            "peak_memory_gb"}  # fields of a log line that no two runs share
 LIMIT = 300  # seconds after which a job counts as hung
-
-
-# ---- inside the run ------------------------------------------------------------------------------
-
-def around(owner, name, before=None, after=None):
-    """Call before(*args) and after(result) with a function of the product."""
-    inner = getattr(owner, name)
-
-    def outer(*args, **kwargs):
-        if before:
-            before(*args)
-        result = inner(*args, **kwargs)
-        return after(result) if after else result
-    setattr(owner, name, outer)
-
-
-def child(notes, fault, script, *argv):
-    """Run a script as its own main, noting its phases, with a fault."""
-    import torch
-
-    import checkpoint
-    import common
-    import eval
-    import losses
-    import teacher
-    from data import batches
-    file, now = os.open(f"{notes}.{common.rank()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), {}
-
-    def phase(name):
-        def note(*args):
-            now.update(phase=name, step=now.get("step", 0) + (name == "sampling"))
-            os.write(file, f"{os.getpid()} {time.time()} {name}\n".encode())
-        return note
-    for owner, name, begins in (
-            (batches, "batch", "sampling"), (batches, "score", "reward"),
-            (losses, "aggregate_weights", "update"), (torch.optim.AdamW, "step", "optimizer"),
-            (teacher.Teacher, "update", "teacher update"), (common, "log_line", "log"),
-            (eval, "evaluate", "evaluation"), (checkpoint, "save", "checkpoint")):
-        around(owner, name, phase(begins))
-    around(checkpoint, "save", after=phase("between"))
-    phase("start")()
-    name, _, value = fault.partition("=")
-    FAULTS[name](now, value)
-    sys.argv = [script, *argv]
-    runpy.run_path(str(ROOT / script), run_name="__main__")
-
-
-def last_rank():
-    return int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1
-
-
-def poison(now, value):
-    """A NaN or inf in one place of step 3, on the last rank: "logits nan"."""
-    import torch
-
-    import common
-    import packing
-    place, number = value.split()
-
-    def bad(tensor):
-        if now["step"] == 3 and now["phase"] == "update" and last_rank():
-            tensor = tensor.clone()
-            getattr(tensor, "_local_tensor", tensor).view(-1)[0] = float(number)
-        return tensor
-
-    def gradient(model, *_):
-        p = next(p for p in model.parameters() if p.grad is not None)
-        p.grad = bad(p.grad)
-    if place == "loss":
-        around(packing, "head_loss", after=lambda loss: loss + bad(torch.zeros_like(loss)))
-    elif place == "gradient":
-        around(common, "optimizer_step", gradient)
-    elif place == "teacher":  # or reference: the head that is called for itself
-        around(packing, "head", after=bad)
-    else:
-        inner = packing.head_loss
-        packing.head_loss = lambda model, hidden, token_loss: inner(
-            model, hidden, lambda logits, at: token_loss(logits + bad(0 * logits), at))
-
-
-def rank_ends(now, value):
-    """In the update of step 2 the last rank is killed, stops, or has no memory left."""
-    import torch.distributed as dist
-
-    import losses
-    start = dist.init_process_group
-    dist.init_process_group = lambda backend, timeout: start(
-        backend, timeout=datetime.timedelta(seconds=10))  # common.setup: 4 hours
-
-    def strike(*_):
-        if now["step"] == 2 and last_rank():
-            if value == "memory":
-                held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-                resource.setrlimit(resource.RLIMIT_AS, (held, held))
-                bytearray(2**28)  # what the next batch would ask for
-            os.kill(os.getpid(), getattr(signal, f"SIG{value}"))
-    around(losses, "aggregate_weights", strike)
-
-
-def uneven(now, value):
-    """The last rank has nothing: every reward there is 0, or every response ends at once."""
-    import rollout
-    from data import batches
-    if value == "rewards" and last_rank():
-        around(batches, "score", after=lambda scored: (0 * scored[0], scored[1]))
-    elif last_rank():
-        def cut(rollouts):
-            for r in rollouts:
-                r.ids, r.text, r.finished = r.ids[-1:], "", True
-                r.logprobs, r.entropy, r.old = r.logprobs[-1:], r.entropy[-1:], r.old[-1:]
-            return rollouts
-        around(rollout, "sample", after=cut)
-
-
-def disk(now, value):
-    """Before the log line of step 3 the disk is filled, or the folder, from a save on, is another
-    user's to write to."""
-    import checkpoint
-    import common
-
-    def fill(*_):
-        if now["step"] == 3:
-            with open(Path(value, "filler"), "wb", buffering=0) as file, \
-                    contextlib.suppress(OSError):
-                while True:
-                    file.write(bytes(4096))
-
-    def leave(*_):
-        if now["step"] == 4:
-            os.seteuid(65534)
-    if value == "other user":
-        around(checkpoint, "save", leave)
-    else:
-        around(common, "log_line", fill)
-
-
-FAULTS = {"none": lambda *_: None, "poison": poison, "rank": rank_ends, "uneven": uneven,
-          "disk": disk}
 
 
 # ---- outside -------------------------------------------------------------------------------------
@@ -215,7 +77,7 @@ class Job:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
         with open(self.told, "w") as file:
             self.members = [subprocess.Popen(
-                [sys.executable, *launcher * (how == "torchrun"), __file__, "child", *words],
+                [sys.executable, *launcher * (how == "torchrun"), CHILD, *words],
                 cwd=ROOT, stdout=file, stderr=file, start_new_session=True)]
 
     def codes(self):
@@ -276,7 +138,7 @@ def forked(told, environment, words):
         os.dup2(file, number)
     sys.stdout, sys.stderr = (os.fdopen(os.dup(file), "w", buffering=1) for _ in range(2))
     os.environ.update(environment)
-    child(*words)
+    torture_child.child(*words)
 
 
 def difference(ours, theirs):
@@ -441,7 +303,7 @@ def checkpoints(folder, args):
         copy = folder / "flipped"
         shutil.copytree(whole / last, copy)
         flip(copy / draw.choice(files).relative_to(whole / last), draw)
-        found += bool(checkpoint.fault(copy)) or "manifest" in checkpoint.fault(copy)
+        found += checkpoint.fault(copy) != ""
         shutil.rmtree(copy)
     yield {"fault": "one bit flipped, any file of a checkpoint", "tried": tried, "survived": found,
            "seconds": time.monotonic() - began, "note": "named"}
@@ -536,9 +398,11 @@ def disks(folder, script, whole):
 # ---- 3. ranks ------------------------------------------------------------------------------------
 
 def ranks(folder, args):
-    for kind in [] if args.quick else ["2 ranks DDP", "2 ranks FSDP2"]:
-        for fault, value, limit in (("killed", "KILL", 60), ("hung", "STOP", 90),
-                                    ("out of memory", "memory", 60)):
+    if args.quick:
+        return
+    for kind in ("2 ranks DDP", "2 ranks FSDP2"):
+        for fault, value, limit in (("killed", "KILL", 120), ("hung", "STOP", 120),
+                                    ("out of memory", "memory", 120)):
             began, out = time.monotonic(), tempfile.mkdtemp(dir=folder) + "/run"
             job = Job(folder, [*RUNS["sdpo"], *RANKS[kind][1], "--save_every", "1", "--out", out],
                       2, f"rank={value}", "torchrun")
@@ -561,12 +425,11 @@ def ranks(folder, args):
              ("an evaluation of one prompt", "none", ["--eval_prompts", "1"])]
     for (fault, name, flags), run, kind in itertools.product(
             cases, ("grpo", "sdpo"), ("2 ranks DDP", "2 ranks FSDP2")):
-        if not args.quick:
-            began, out = time.monotonic(), tempfile.mkdtemp(dir=folder) + "/run"
-            code, told, _ = Job(folder, [*RUNS[run], *RANKS[kind][1], *flags, "--out", out], 2,
-                                name).end()
-            yield row(f"{fault}, {run}, {kind}", "" if code == 0 else told[-500:], began,
-                      "no hang: all 6 steps")
+        began, out = time.monotonic(), tempfile.mkdtemp(dir=folder) + "/run"
+        code, told, _ = Job(folder, [*RUNS[run], *RANKS[kind][1], *flags, "--out", out], 2,
+                            name).end()
+        yield row(f"{fault}, {run}, {kind}", "" if code == 0 else told[-500:], began,
+                  "no hang: all 6 steps")
 
 
 # ---- 4. numbers ----------------------------------------------------------------------------------
@@ -667,14 +530,17 @@ def main():
     args = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
     import torch
+    import torture_inputs
+    import torture_peer
 
     import continual  # noqa: F401  # what a forked run need not import again
-    import torture_inputs
     torch.set_num_threads(1)
     for name, part in torture_inputs.PARTS.items():
         PARTS[name] = lambda folder, args, part=part: part(args.quick)
+    PARTS["peer"] = torture_peer.peer
     args.kills = args.kills or (3 if args.quick else 100)
-    rows, names = [], args.parts.split(",") if args.parts else [*PARTS]
+    rows, names = [], args.parts.split(",") if args.parts else [
+        name for name in PARTS if not (args.quick and name == "peer")]
     with tempfile.TemporaryDirectory(prefix="torture") as folder:
         for name in names:
             for row in PARTS[name](Path(folder), args):
@@ -687,11 +553,8 @@ def main():
     for row in rows:
         print(f"| {row['fault']} | {row['tried']} | {row['survived']} | {row['seconds']:.0f} | "
               f"{row['note']} |")
-    return int(any(row["survived"] < row["tried"] for row in rows))
+    return int(any(row["survived"] < row["tried"] and "peer" not in row for row in rows))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["child"]:
-        child(*sys.argv[2:])
-    else:
-        raise SystemExit(main())
+    raise SystemExit(main())
