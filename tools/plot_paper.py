@@ -84,7 +84,7 @@ def sequence(runs):
             draw.curve(axis, range(len(tasks) + 1), own, lambda run: draw.scores(
                 run, slice(None), inside(names, [task])).mean(0), method)
         axis.axvspan(k, k + 1, color="0.93", zorder=0)
-        axis.set(ylabel="score, %", title=title(task))
+        axis.set(ylabel="score, %", title=title(task), ylim=(0, 101))  # an interval may lie beyond
         draw.stage_ticks(axis, tasks)
         axes[1, k].remove()
     axis = figure.add_subplot(axes[1, 0].get_gridspec()[1, :])
@@ -92,6 +92,7 @@ def sequence(runs):
     draw.bars(axis, others, {method: over(own, lambda run: draw.change(run, -1, others))
                              for method, own in groups.items()})
     draw.symlog(axis, 1)
+    axis.set_ylim(bottom=max(-100, axis.get_ylim()[0]))  # no score falls by more
     axis.set(ylabel="change from the base, %", title="out of distribution, after the last stage")
     return figure
 

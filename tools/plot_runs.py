@@ -158,7 +158,8 @@ def curve(axis, x, runs, value, method, band=None):
     low, high = [over(runs, end)[0] for end in band] if band else (mean - half, mean + half)
     axis.plot(x, mean, color=colour, linestyle=dash, label=label, marker=mark, markersize=4,
               markevery=1 + len(x) // 12)
-    axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+    if band or len(runs) > 2:  # of two runs the t interval is wider than any axis
+        axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
     for base in bases:
         axis.plot(x, base, color=colour, linestyle=dash, linewidth=0.4)
 
