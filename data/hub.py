@@ -127,7 +127,7 @@ def _file_rows(source: str) -> Iterator[tuple[str, dict]]:
 def _object(line: bytes, place: str) -> dict:
     try:
         row = json.loads(line)
-        if b"\\ud" in line.lower():  # half a character: no tokenizer takes it
+        if b"\\ud" in line.lower() or b"\xed" in line:  # half a character: no tokenizer takes it
             json.dumps(row, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # bad JSON and bad UTF-8 alike
         raise DataError(f"{place}: not JSON ({error}); expected one object a line, in "

@@ -135,16 +135,41 @@ def drop():
         call("capset", (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
         call("prctl", 38, 1, 0, 0, 0)  # no new privileges
         call("prctl", 1, 9, 0, 0, 0)  # dies with the launcher
+        if mode == "subreaper":
+            landlock()
         refuse()
+
+
+def landlock():
+    """Where the kernel has Landlock (5.13): writes in the working directory alone; and memory,
+    environment and open files of processes that are not below this one stay closed."""
+    version = libc.syscall(444, None, 0, 1)
+    if version < 1:
+        return  # README: then a program can do there whatever its user can
+    rights = 0x1ff2 | (version > 1) << 13 | (version > 2) << 14  # all that write, make or remove
+    ruleset = libc.syscall(444, (ctypes.c_uint64 * 1)(rights), 8, 0)
+    for path, allowed in (".", rights), ("/dev/null", 2):
+        beneath = os.open(path, os.O_PATH)
+        rule = allowed.to_bytes(8, "little") + beneath.to_bytes(4, "little")
+        if libc.syscall(445, ruleset, 1, rule, 0) < 0:
+            raise OSError(ctypes.get_errno(), "landlock_add_rule")
+        os.close(beneath)
+    if libc.syscall(446, ruleset, 0) < 0:
+        raise OSError(ctypes.get_errno(), "landlock_restrict_self")
+    os.close(ruleset)
 
 
 def refuse():
     """A seccomp filter: no signals to others, no tracing, no sockets. Second wall with namespaces,
     the only one without. kill, tkill, tgkill, rt_(tg)sigqueueinfo, pidfd_send_signal, ptrace,
-    process_vm_readv and writev, socket, io_uring_setup."""
-    x86 = 0xc000003e, (62, 200, 234, 129, 297, 424, 101, 310, 311, 41, 425)
-    arm = 0xc00000b7, (129, 130, 131, 138, 240, 424, 117, 270, 271, 198, 425)
-    arch, numbers = {"x86_64": x86, "aarch64": arm}.get(os.uname().machine, (0, ()))
+    process_vm_readv and writev, socket, io_uring_setup; pidfd_getfd, setpriority,
+    sched_setaffinity; shmget, semget, msgget, mq_open, which outlive a program; prlimit of
+    others."""
+    x86 = 0xc000003e, 302, (62, 200, 234, 129, 297, 424, 101, 310, 311, 41, 425,
+                            438, 141, 203, 29, 64, 68, 240)
+    arm = 0xc00000b7, 261, (129, 130, 131, 138, 240, 424, 117, 270, 271, 198, 425,
+                            438, 140, 122, 194, 190, 186, 180)
+    arch, prlimit, numbers = {"x86_64": x86, "aarch64": arm}.get(os.uname().machine, (0, 0, ()))
     if not arch:
         if mode == "subreaper":
             raise OSError("no list of system calls for this processor")
@@ -152,7 +177,8 @@ def refuse():
     code = [(0x20, 0, 0, 4), (0x15, 1, 0, arch), (6, 0, 0, 0),  # load arch; another one: kill
             (0x20, 0, 0, 0), (0x35, 0, 1, 0x40000000), (6, 0, 0, 0)]  # load number; x32: kill
     for left, number in zip(range(len(numbers), 0, -1), numbers, strict=True):
-        code.append((0x15, left, 0, number))  # equal: jump to the refusal
+        code.append((0x15, left + 3, 0, number))  # equal: jump to the refusal
+    code += [(0x15, 0, 2, prlimit), (0x20, 0, 0, 16), (0x15, 0, 1, 0)]  # its pid must be 0: itself
     code += [(6, 0, 0, 0x7fff0000), (6, 0, 0, 0x50001)]  # allow; or EPERM
     text = b"".join(op.to_bytes(2, "little") + bytes((yes, no)) + value.to_bytes(4, "little")
                     for op, yes, no, value in code)
@@ -173,6 +199,8 @@ try:
     if mode == "namespaces":
         unshare()
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    if linux:  # nobody opens its memory or its pipe by way of /proc
+        call("prctl", 4, 0, 0, 0, 0)
     child = os.fork()
     if child:
         signal.setitimer(signal.ITIMER_REAL, float(seconds))
@@ -185,6 +213,8 @@ try:
     for number in signals:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    if linux:
+        call("prctl", 4, 1, 0, 0, 0)
     if mode == "namespaces":
         wall_in()
     else:

@@ -3,6 +3,7 @@
 Every hostile program is harmless should the sandbox fail: forks are counted (and die with the
 test's own limits), memory is only reserved, signals are signal 0 to its own parent.
 """
+import ctypes
 import json
 import os
 import signal
@@ -320,12 +321,48 @@ def test_without_a_sandbox_nothing_runs(monkeypatch, capsys):
         sandbox.isolation.cache_clear()
 
 
-BOTH = """import json, sys, types
+OTHER_USERS = programs("""
+## the trainer's memory
+for way in "rb", "r+b":
+    try: print(open("/proc/TRAINER/mem", way))
+    except OSError: print("held") if way == "rb" else None
+## the trainer's environment
+try: print(open("/proc/TRAINER/environ").read())
+except OSError: print("held")
+## the launcher's pipe
+import os
+try: print(os.listdir(f"/proc/{os.getppid() or 2}/fd"))
+except OSError: print("held")
+## a file outside
+try: print(open("OUTSIDE/left", "w"))
+except OSError: print("held")
+## the trainer's limits and priority
+import os, resource
+for change in (lambda: resource.prlimit(TRAINER, resource.RLIMIT_AS),
+               lambda: os.setpriority(os.PRIO_PROCESS, TRAINER, 19),
+               lambda: os.sched_setaffinity(TRAINER, {0})):
+    try: print(change())
+    except OSError: pass
+print("held")
+## memory that outlives it
+import ctypes
+libc = ctypes.CDLL(None)
+print("held" if libc.shmget(7, 9, 0o1666) == libc.msgget(7, 0o1666) == -1 else "made")
+## closed and deep folders
+import os
+os.makedirs("a/b/c"); os.chmod("a/b", 0)
+for _ in range(1100): os.mkdir("d"); os.chdir("d")
+print("held")
+""")
+
+
+BOTH = """import json, os, sys, types
 sys.path.insert(0, {root!r})
 sys.modules["data"] = package = types.ModuleType("data")
 package.__path__ = [{root!r} + "/data"]
 from data import sandbox
 for program in json.load(sys.stdin):
+    program = program.replace("TRAINER", str(os.getpid())).replace("OUTSIDE", {outside!r})
     seconds = 0.5 if "while True" in program else 15.0
     print(json.dumps(sandbox._run(program, "", seconds, 1024, 1 << 20, {mode!r})[:2]))
 """
@@ -338,8 +375,10 @@ def test_both_modes_as_root_and_as_another_user(user, mode, tmp_path):
     """What every mode promises, with a Python that all users can read."""
     if user is not None and os.getuid() != 0:
         pytest.skip("cannot change the user")
-    box = tmp_path / "box"
+    box, outside = tmp_path / "box", tmp_path / "outside"
     box.mkdir()
+    outside.mkdir()
+    outside.chmod(0o777)
     for folder in [box, *box.parents][:-2]:  # pytest's own folders are private
         if os.getuid() == 0:
             os.chmod(folder, os.stat(folder).st_mode | 0o11)
@@ -347,15 +386,19 @@ def test_both_modes_as_root_and_as_another_user(user, mode, tmp_path):
     switch = {} if user is None else {"user": user, "group": user, "extra_groups": []}
     daemon = "import os, time\nif os.fork() == 0:\n os.setsid()\n time.sleep(60)\nprint('held')"
     texts = [*EVERYWHERE.values(), daemon]
+    if mode == "namespaces" or ctypes.CDLL(None).syscall(444, None, 0, 1) > 0:  # Landlock
+        texts += OTHER_USERS.values()
     if user is not None and mode == "subreaper":  # limits by user would count the user's others
         texts = [text for text in texts if "n < 100" not in text]
     done = subprocess.run(
-        ["/usr/bin/python3", "-c", BOTH.format(root=str(HERE.parent), mode=mode)], text=True,
+        ["/usr/bin/python3", "-c", BOTH.format(
+            root=str(HERE.parent), mode=mode, outside=str(outside))], text=True,
         input=json.dumps([*texts, "while True: pass"]), capture_output=True,
         env={"TMPDIR": str(box)}, **switch)
     results = [json.loads(line) for line in done.stdout.splitlines()]
     if results and results[0][0] == "failed" and mode == "namespaces":
         pytest.skip("no namespaces for this user here")
     assert results == [["ok", "held\n"]] * len(texts) + [["timeout", ""]], done.stderr
-    assert list(box.iterdir()) == []
+    assert list(box.iterdir()) == list(outside.iterdir()) == []
     box.rmdir()
+    outside.rmdir()

@@ -49,9 +49,6 @@ ADD = [{"fn_name": "add", "tests": [{"input": "1\n2", "output": "3"},
         "assert isinstance({0}, int) and {0} in [{1}]", "assert round({}, 3) == {} and True")]
 HELP = """def win():
     input(); print(sum(map(int, input().split())), flush=True)
-def namespaces():
-    import os
-    return os.getpid() == 1
 """
 
 
