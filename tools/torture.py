@@ -49,7 +49,7 @@ RANKS = {"1 rank": (1, []), "2 ranks DDP": (2, ["--fsdp", "off"]),
          "2 ranks FSDP2": (2, ["--fsdp", "on"])}
 MACHINE = {"sample_seconds", "train_seconds", "sample_tokens_per_s", "train_tokens_per_s",
            "peak_memory_gb"}  # fields of a log line that no two runs share
-LIMIT = 300  # seconds after which a job counts as hung
+LIMIT = 900  # seconds after which a job counts as hung; one takes 5 to 30 on idle cores
 
 
 # ---- outside -------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def killed(folder, run, ranks, todo, draw):
                         bad.append(f"killed, exit {code}, left {left}")
                     continue
             code, told, _ = job.end()
-            wrong = told[-500:] if code else difference(out, folder / "whole")
+            wrong = told[-500:] if code != 0 else difference(out, folder / "whole")
             bad += [wrong] if wrong else []
             row["survived"] += here * (not wrong)
             done += here
@@ -247,7 +247,7 @@ def signals(folder, args):
             wrong = "" if saved and not left and (code == 0 or world > 1) else told[-500:]
             if not wrong:
                 code_then, told, _ = Job(folder, saved[0][1].split(), world).end()
-                wrong = told[-500:] if code_then else difference(out, whole)
+                wrong = told[-500:] if code_then != 0 else difference(out, whole)
             yield row(f"{number.name}, {ranks}", wrong, began, f"step finished, saved, exit {code}"
                       + " of torchrun" * (world > 1) + "; resumed to the same bits")
             began = time.monotonic()
@@ -319,7 +319,8 @@ def checkpoints(folder, args):
         shutil.copytree(whole, out)
         damage(out / last / name)
         code, told, _ = Job(folder, [script[0], "--resume", out]).end()
-        wrong = told[-500:] if code or f"{last}: {name}" not in told else difference(out, whole)
+        right = code == 0 and f"{last}: {name}" in told
+        wrong = difference(out, whole) if right else f"exit {code}: {told[-500:]}"
         yield row(f"newest checkpoint: {fault}", wrong, began, "named; the one before was used; "
                   "bit-identical end")
         shutil.rmtree(out)
@@ -371,7 +372,7 @@ def disks(folder, script, whole):
         subprocess.run(["mount", "-o", f"remount,size={9 * size}", disk], check=True)
         (disk / "filler").unlink(missing_ok=True)
         code, told, _ = Job(folder, [script[0], "--resume", out]).end()
-        return told[-500:] if code else difference(out, whole)
+        return told[-500:] if code != 0 else difference(out, whole)
     try:
         run = [*script, "--out", disk / "run"]
         wrong = refused(Job(folder, run), "No space left", "are whole") or went_on(disk / "run")
