@@ -106,7 +106,9 @@ def _run(program, stdin, seconds, memory_mb, size, mode) -> Result:
             try:
                 ended = select.poll()
                 ended.register(reader)  # readable when the launcher reports; it has its own timer,
-                ended.poll((seconds + 30) * 1000)  # and this is for a machine that starves it
+                if not ended.poll((seconds + 30) * 1000):  # this is for a machine that starves it
+                    launcher.terminate()  # it is to clean up; killed, it would leave orphans
+                    ended.poll(120_000)
             finally:
                 launcher.kill()
                 launcher.wait()

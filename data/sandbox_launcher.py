@@ -34,18 +34,53 @@ def end(text):
     os._exit(0)
 
 
+def below(pid):
+    """All descendants of a process: its threads' children, and theirs."""
+    found = []
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += map(int, file.read().split())
+    except OSError:
+        pass  # it has just ended
+    return found + [other for child in found for other in below(child)]
+
+
+def strike(pids, number):
+    for pid in pids:
+        try:  # noqa: SIM105 (contextlib costs 2 ms)
+            (os.kill if linux else os.killpg)(pid, number)
+        except (ProcessLookupError, PermissionError):
+            pass  # it has just ended
+
+
+def kill_user():
+    """SIGKILL to the program's own user, in one system call: a fork bomb outruns all others."""
+    helper = os.fork()
+    if helper:
+        os.waitpid(helper, 0)
+        return
+    try:
+        os.setgroups([])
+        os.setresuid(*[2000000 + launcher] * 3)
+        call("capset", (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
+        if os.getresuid() == (2000000 + launcher,) * 3:  # never as root: that would be all
+            os.kill(-1, 9)
+    finally:
+        os._exit(0)
+
+
 def clean_up():
     """SIGKILL to the program and all its descendants, until none is left."""
+    if mode == "subreaper" and linux and root:
+        kill_user()
     while True:
         pids = {child}
         if mode == "subreaper" and linux:  # orphans become children of this process
-            with open(f"/proc/self/task/{os.getpid()}/children") as file:
-                pids.update(map(int, file.read().split()))
-        for pid in pids:
-            try:  # noqa: SIM105 (contextlib costs 2 ms)
-                (os.kill if linux else os.killpg)(pid, 9)
-            except (ProcessLookupError, PermissionError):
-                pass  # it has just ended
+            while more := set(below(os.getpid())) - pids:
+                strike(more, signal.SIGSTOP)  # first, so that no death makes room for a new one
+                pids |= more
+        strike(pids, 9)
         try:
             while os.waitpid(-1, 0 if mode == "namespaces" else os.WNOHANG)[0]:
                 pass

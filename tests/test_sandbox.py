@@ -365,7 +365,13 @@ for program in json.load(sys.stdin):
     program = program.replace("TRAINER", str(os.getpid())).replace("OUTSIDE", {outside!r})
     seconds = 0.5 if "while True" in program else 15.0
     print(json.dumps(sandbox._run(program, "", seconds, 1024, 1 << 20, {mode!r})[:2]))
+left = 0
+for name in filter(str.isdigit, os.listdir("/proc")):
+    try: left += f"\\0{{os.getpid()}}\\0" in open(f"/proc/{{name}}/cmdline").read()
+    except OSError: pass
+print(json.dumps(["left", str(left)]))
 """
+BOMB = "import os\nwhile True:\n try:\n  if os.fork() == 0: os.setsid()\n except OSError: pass"
 
 
 @pytest.mark.skipif(not os.path.exists("/usr/bin/python3"), reason="needs a Python in /usr/bin")
@@ -390,15 +396,17 @@ def test_both_modes_as_root_and_as_another_user(user, mode, tmp_path):
         texts += OTHER_USERS.values()
     if user is not None and mode == "subreaper":  # limits by user would count the user's others
         texts = [text for text in texts if "n < 100" not in text]
+    endless = ["while True: pass"] + [BOMB] * (user is None or mode == "namespaces")
     done = subprocess.run(
         ["/usr/bin/python3", "-c", BOTH.format(
             root=str(HERE.parent), mode=mode, outside=str(outside))], text=True,
-        input=json.dumps([*texts, "while True: pass"]), capture_output=True,
+        input=json.dumps([*texts, *endless]), capture_output=True,
         env={"TMPDIR": str(box)}, **switch)
     results = [json.loads(line) for line in done.stdout.splitlines()]
     if results and results[0][0] == "failed" and mode == "namespaces":
         pytest.skip("no namespaces for this user here")
-    assert results == [["ok", "held\n"]] * len(texts) + [["timeout", ""]], done.stderr
+    ends = [["timeout", ""]] * len(endless) + [["left", "0"]]
+    assert results == [["ok", "held\n"]] * len(texts) + ends, done.stderr
     assert list(box.iterdir()) == list(outside.iterdir()) == []
     box.rmdir()
     outside.rmdir()

@@ -16,6 +16,7 @@ import random
 import re
 import resource
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from data import TASKS, coding, coding_judge, hub, math_workers, sandbox  # noqa: E402
 
+SYSTEM = "/usr/bin/python3"  # which all users can read, as the user of a program must
 HOSTILE, ROWS = ROOT / "tests" / "hostile", ROOT / "tests" / "rows"
 
 
@@ -142,6 +144,11 @@ def hostile_programs(quick):
     finally:
         sandbox.run, tempfile.tempdir, coding_judge.SECONDS = run, old, seconds
         shutil.rmtree(folder)
+    if not quick and modes == ["namespaces"] and os.path.exists(SYSTEM):
+        with tempfile.NamedTemporaryFile() as file:
+            subprocess.run([SYSTEM, __file__, "--part", "programs", "--mode", "subreaper",
+                            "--json", file.name], stdout=subprocess.DEVNULL, check=False)
+            yield from json.loads(Path(file.name).read_text() or "[]")
 
 # ---- verifiers -----------------------------------------------------------------------------------
 
@@ -377,7 +384,8 @@ def loaders(quick):
         path.write_bytes(b"\n".join([*good, *lines]) + b"\n")
         with hub.skipping() as skipped:
             rows, told, wrong = loaded(task, path)
-        counted = (len(skipped) == refused or alone is not lines) and rows and all(
+        free = alone is not lines or "dapo" in file  # where a copy is dropped before it is read
+        counted = (len(skipped) == refused or free) and rows and all(
             re.match(rf"{re.escape(str(path))}:\d+: .*", told, re.DOTALL) for told in skipped)
         results.append(("--skip_bad", wrong or told or "" if counted else
                         f"{len(skipped)} left out, {refused} refused; {told}"))
@@ -530,9 +538,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--part", choices=PARTS)
+    parser.add_argument("--mode", choices=sandbox.MODES, help="this isolation alone")
     parser.add_argument("--json")
     args = parser.parse_args()
-    rows = []
+    rows, sandbox.MODES = [], (args.mode,) if args.mode else sandbox.MODES
     print("| fault | tried | survived | seconds | note |\n| --- | --- | --- | --- | --- |")
     for name in [args.part] if args.part else PARTS:
         for line in PARTS[name](args.quick):
