@@ -16,11 +16,12 @@ without capabilities, has no network and no IPC, cannot make user namespaces, an
 machine the standard library, the system's shared libraries, its own /proc and a memory-backed
 /tmp: not the trainer, the data, the repository.
 isolation() "subreaper" (namespaces forbidden, as in a default Docker container): the launcher
-adopts and kills orphans. The program can READ whatever files its user can. Under a root trainer it
-is a user of its own, under any other the trainer's. With Landlock (Linux 5.13 and later) it writes
-in its directory alone, and other processes are closed to it; without, it can leave files where it
-may write, and a program of the trainer's user can read and change the trainer's environment,
-memory and open files. macOS: the process group is killed, no filter.
+adopts and kills orphans. The program can READ whatever files its user can, and fill the disk as
+long as its time lasts. Under a root trainer it is a user of its own, under any other the trainer's.
+With Landlock (Linux 5.13 and later) it writes in its directory alone, and other processes are
+closed to it; without, it can leave files where it may write, and a program of the trainer's user
+can read and change the trainer's environment, memory and open files. macOS: the process group is
+killed, no filter.
 NEVER protected from: bugs of the kernel; memory over all processes and programs together (put the
 trainer in a cgroup); a program that knows its tests (coding.py keeps the expected values away).
 """
@@ -72,7 +73,8 @@ def isolation() -> str:
 def run(program: str, stdin: str = "", seconds: float = 6.0, memory_mb: int = 1024,
         size: int = 16 << 20, mode: str | None = None) -> Result:
     """Runs a program as a script on stdin. seconds: wall time after the start, and CPU time of each
-    process; size: bytes of a file, of stdout and of stderr each, and of all files together."""
+    process; size: bytes of a file, of stdout and of stderr each, and, with namespaces, of all files
+    together."""
     mode = mode or isolation()
     if mode == "none":
         return Result("failed", "", "no sandbox works on this machine")

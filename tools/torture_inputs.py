@@ -106,10 +106,10 @@ def hostile_programs(quick):
     run, descriptors = sandbox.run, len(os.listdir("/proc/self/fd"))
     try:
         for mode in modes[:1] if quick else modes:
-            jobs = [(name, HELP + text, SUM, 0) for name, text in programs("escape", **words)
-                    if mode == "namespaces" or "*" not in name]
-            for kind in "exhaust", "forge_output":
-                jobs += [(name, text, SUM, 0) for name, text in programs(kind, **words)]
+            jobs = [(name, HELP * (kind == "escape") + text, SUM, 0)
+                    for kind in ("escape", "exhaust", "forge_output")
+                    for name, text in programs(kind, **words)
+                    if mode == "namespaces" or not re.search(r" \*( |$)", name)]
             jobs += [(f"{name} (test {n})", text, answer, 0)
                      for name, text in programs("forge_value") for n, answer in enumerate(ADD)]
             jobs += [(name, text, task, 0) for name, text, task in cases()]
