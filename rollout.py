@@ -382,7 +382,9 @@ def _generate(llm, cuda, weights, prompts, settings, bar):
         llm.wake_up(tags=["kv_cache"])
     if not llm.reset_prefix_cache():  # siblings share their prompt in it, steps must not
         raise RuntimeError("it keeps keys and values of the weights before")
-    outputs = llm.generate(prompts, settings, use_tqdm=bar is not None and (lambda **_: bar))
+    def shown(prompts=None, **_):  # it asks for a bar over the prompts that come in, and over these
+        return bar if prompts is None else prompts
+    outputs = llm.generate(prompts, settings, use_tqdm=bar is not None and shown)
     if cuda:
         llm.sleep(level=2)  # it has no weights until the next push
     return outputs

@@ -1,15 +1,18 @@
 """vLLM against the trainer, on the CPU, with a real model (SmolLM2-135M): `make test-vllm`.
 
 Weights reach the engine from whole and from sharded models, on one rank and on two, and a weight
-that does not is seen. What it draws is the model's own distribution, and keyed. As a
-script this file is a rank of `test_ranks`.
+that does not is seen. What it draws is the model's own distribution, and keyed. An engine that dies
+ends the run. As a script this file is a rank of `test_ranks` or `test_engine_dies`.
 """
 import importlib.util
 import json
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -25,7 +28,9 @@ sys.path.insert(0, str(ROOT))
 
 import checkpoint  # noqa: E402
 import common  # noqa: E402
+import continual  # noqa: E402
 import data  # noqa: E402
+import drift  # noqa: E402
 import eval  # noqa: E402
 import rollout  # noqa: E402
 import train_grpo  # noqa: E402
@@ -84,21 +89,23 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def loaded(folder):
-    engine = Engine(folder)
-    engine.start = {name: value.clone() for name, value in engine.model.state_dict().items()}
-    return engine
+    """An engine takes seconds to build: one for all tests of a model, and their runs."""
+    engines = {"smol": Engine(folder), "tiny": Engine("tiny")}
+    for engine in engines.values():
+        engine.start = {name: value.clone() for name, value in engine.model.state_dict().items()}
+    return engines
 
 
 @pytest.fixture
 def smol(loaded):
-    loaded.model.load_state_dict(loaded.start)
-    return loaded
+    loaded["smol"].model.load_state_dict(loaded["smol"].start)
+    return loaded["smol"]
 
 
 @pytest.fixture
-def tiny():
-    rollout._vllm.cache_clear()  # an engine that has seen no weights
-    return Engine("tiny")
+def tiny(loaded):
+    loaded["tiny"].model.load_state_dict(loaded["tiny"].start)
+    return loaded["tiny"]
 
 
 def without(model, name):
@@ -151,9 +158,17 @@ def test_qwen3(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "layers.1.", "embed_tokens"])
 def test_missing_weight_stops_the_run(tiny, name, monkeypatch):
+    """Weights that have changed as much as from a start without any, and were not pushed."""
+    rollout.rescore(tiny.model, tiny.draw([0, 1]), 4096)
+    with torch.no_grad():
+        for key, p in tiny.model.named_parameters():
+            if name in key:
+                p.copy_(p.flip(0))
     monkeypatch.setattr(tiny.model, "state_dict", lambda: without(tiny.model, name))
     with pytest.raises(RuntimeError, match="have all weights reached it"):
         rollout.rescore(tiny.model, tiny.draw([0, 1]), 4096)
+    monkeypatch.undo()
+    rollout.rescore(tiny.model, tiny.draw([0, 1]), 4096)
 
 
 def test_rescore(smol):
@@ -169,7 +184,8 @@ def test_rescore(smol):
 def test_ranks(smol, folder, tmp_path, monkeypatch):
     """Whole or sharded, one rank or two, before and after the weights moved: the trainer's
     log-probabilities, and the same samples."""
-    two_ranks(__file__, folder, tmp_path / "two.json")
+    done = two_ranks(__file__, "one_rank", folder, tmp_path / "two.json")
+    assert [code for code, _ in done] == [0, 0], done
     runs = [before_and_after(smol), *json.loads((tmp_path / "two.json").read_text())]
     for name, value in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1).items():
         monkeypatch.setenv(name, str(value))
@@ -180,17 +196,31 @@ def test_ranks(smol, folder, tmp_path, monkeypatch):
         assert run["ids"] == runs[0]["ids"] and run["ids"][0] != run["ids"][1]
 
 
+def running(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def two_ranks(*command):
-    """What torchrun starts, without its own seconds."""
+    """What torchrun starts, without its own seconds: [(exit code, what it said)], and no process is
+    left of them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = [subprocess.Popen(
-        [sys.executable, *map(str, command)], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        [sys.executable, *map(str, command)], cwd=ROOT, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
         env={**os.environ, "RANK": str(n), "LOCAL_RANK": str(n), "WORLD_SIZE": "2",
              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}) for n in range(2)]
-    said = [rank.communicate(timeout=900)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)[-3000:]
+    said = [rank.communicate(timeout=900)[0] for rank in ranks]
+    late = time.monotonic() + 60  # verifiers' workers end when they see that their rank has
+    while any(running(rank.pid) for rank in ranks):
+        assert time.monotonic() < late, "a process is left"
+        time.sleep(0.2)
+    return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
 
 
 def before_and_after(engine):
@@ -259,29 +289,29 @@ def test_top_p(smol):
         assert (r.logprobs - wanted).abs().max() < 2e-3
 
 
-def test_keys(smol):
+def test_keys(tiny):
     """A row's samples are a function of the key and its number: not of siblings or neighbours."""
-    drawn = ids(smol.draw())
-    assert drawn == ids(smol.draw()) != ids(smol.draw(key=(0, 2)))
-    assert ids(smol.draw([2])) == {row: drawn[row] for row in (4, 5)}
-    assert all(drawn[2 * n] != drawn[2 * n + 1] for n in range(3))
-    assert smol.draw([]) == []
+    drawn = ids(tiny.draw([0, 1]))
+    assert drawn == ids(tiny.draw([0, 1])) != ids(tiny.draw([0, 1], key=(0, 2)))
+    assert ids(tiny.draw([1])) == {row: drawn[row] for row in (2, 3)}
+    assert drawn[0] != drawn[1] and drawn[2] != drawn[3]
+    assert tiny.draw([]) == []
 
 
-def test_nothing_of_the_models_own_settings(smol, folder, tmp_path, monkeypatch):
+def test_nothing_of_the_models_own_settings(tiny, monkeypatch):
     """generation_config may ask for what it likes; only its stop tokens count."""
-    drawn = ids(smol.draw())
+    drawn = ids(tiny.draw([0, 1]))
     for name, value in dict(top_k=1, top_p=0.1, min_p=0.9, temperature=0.1, repetition_penalty=9.0,
                             suppress_tokens=[1, 2, 3], max_new_tokens=2, do_sample=False).items():
-        monkeypatch.setattr(smol.model.generation_config, name, value, raising=False)
-    rollout._vllm.cache_clear()
-    monkeypatch.setattr(smol, "sampler", rollout.sampler(smol.args, smol.model, smol.tokenizer))
-    assert ids(smol.draw()) == drawn
+        monkeypatch.setattr(tiny.model.generation_config, name, value, raising=False)
+    monkeypatch.setattr(rollout, "_vllm", rollout._vllm.__wrapped__)  # a new engine
+    monkeypatch.setattr(tiny, "sampler", rollout.sampler(tiny.args, tiny.model, tiny.tokenizer))
+    assert ids(tiny.draw([0, 1])) == drawn
     stop = drawn[0][5]
-    monkeypatch.setattr(smol.model.generation_config, "eos_token_id", [stop])
-    cut = smol.draw([0])[0]
+    monkeypatch.setattr(tiny.model.generation_config, "eos_token_id", [stop])
+    cut = tiny.draw([0])[0]
     assert cut.ids == drawn[0][:drawn[0].index(stop) + 1] and cut.finished
-    assert cut.text == smol.tokenizer.decode(cut.ids[:-1])
+    assert cut.text == tiny.tokenizer.decode(cut.ids[:-1])
 
 
 def test_siblings_share_a_prompt(smol, monkeypatch):
@@ -320,10 +350,11 @@ def test_train(script, flags, folder, tmp_path, monkeypatch):
 
 def test_tensor_parallel(tmp_path):
     """Two ranks that share an engine and a sharded model make the run of one rank."""
-    flags = ("--tiny --rollout vllm --steps 2 --prompts 4 --group 4 --updates 2 --max_new 32 "
+    flags = ("--tiny --rollout vllm --steps 2 --prompts 4 --group 4 --updates 2 "
              "--eval_every 2 --eval_prompts 3 --eval_n 1 --save_every 0 --quiet --out")
     train_grpo.main(train_grpo.get_args([*flags.split(), str(tmp_path / "1")]))
-    two_ranks("train_grpo.py", *flags.split(), tmp_path / "2", "--tp", "2", "--fsdp", "on")
+    done = two_ranks("train_grpo.py", *flags.split(), tmp_path / "2", "--tp", "2", "--fsdp", "on")
+    assert [code for code, _ in done] == [0, 0], done
     one, two = ([json.loads(line) for line in (tmp_path / n / "log.jsonl").open()] for n in "12")
     for name in ("reward", "loss", "entropy", "length", "grad_norm", "eval"):
         first, second = ([line[name] for line in log[name == "eval":]] for log in (one, two))
@@ -331,7 +362,19 @@ def test_tensor_parallel(tmp_path):
     assert one[1]["reward"] > 0
 
 
-def test_eval(tmp_path):
+@pytest.mark.parametrize("kept", ["float32", "bfloat16"])
+def test_one_engine_in_a_sequence(kept, tmp_path, monkeypatch):
+    """Stages and evaluations share it, whatever their weights are kept in."""
+    args = continual.get_args(f"--tiny --rollout vllm --param_dtype {kept} "
+                              f"--out {tmp_path}/x".split())
+    asked = []
+    monkeypatch.setattr(rollout, "_vllm", lambda *a: asked.append(a))
+    for own in (continual.plan(args)[0][0], continual.evaluation(args, 1, "tiny")):
+        rollout.sampler(own, *checkpoint.load_model("tiny", common.DTYPES[own.param_dtype]))
+    assert asked[0] == asked[1] and asked[0][1] == kept
+
+
+def test_eval(tmp_path, capsys):
     """Two models share an engine; the mean is that of the other sampler."""
     means = {}
     for engine in ("vllm", "hf"):
@@ -339,10 +382,81 @@ def test_eval(tmp_path):
             "--tiny", "--tasks", "tiny_math", "--limit", "48", "--rollout", engine, "--baseline",
             "tiny", "--model", f"{ROOT}/data/tiny_model", "--out", f"{tmp_path}/{engine}.json"])
         scores = eval.main(args)["scores"]["tiny_math"]
+        told = capsys.readouterr().err  # the progress bar, which vLLM moves
+        assert "tiny_math, 2 of 2" in told and ("est. speed" in told) == (engine == "vllm")
         means[engine], other = scores.values()
         assert means[engine]["mean"] == other["mean"]  # the same model by another name
     error = (means["vllm"]["se"] ** 2 + means["hf"]["se"] ** 2) ** 0.5
     assert 0 < abs(means["vllm"]["mean"] - means["hf"]["mean"]) < 3 * error
+
+
+def test_drift(tmp_path):
+    """A copy of the base answers as the base does; another checkpoint is as far as by the other
+    sampler."""
+    copy, moved = tmp_path / "copy", tmp_path / "moved"
+    shutil.copytree(f"{ROOT}/data/tiny_model", copy)
+    model, tokenizer = checkpoint.load_model("tiny")
+    with torch.no_grad():
+        model.lm_head.weight *= 0.8
+    for part in (model, tokenizer):
+        part.save_pretrained(moved)
+    found = {}
+    for engine in ("vllm", "hf"):
+        args = drift.get_args([
+            "--tiny", "--prompts", "tiny_math", "--limit", "16", "--rollout", engine,
+            "--model", str(copy), str(moved), "--out", f"{tmp_path}/{engine}.json"])
+        found[engine] = drift.main(args)["responses"]
+    same = found["vllm"][str(copy)]["tiny_math"]
+    assert same["sequence_kl"]["mean"] == same["log_ratio"]["mean"] == 0
+    assert same["similarity"]["mean"] == 1 > same["similarity_base"]["mean"]
+    far, other = (found[engine][str(moved)]["tiny_math"]["sequence_kl"] for engine in found)
+    assert abs(far["mean"] - other["mean"]) < 3 * (far["se"] ** 2 + other["se"] ** 2) ** 0.5
+    assert far["mean"] > 5 * far["se"] > 0
+
+
+# ---- what goes wrong -----------------------------------------------------------------------------
+
+@pytest.mark.parametrize("how", ["raises", "killed"])
+def test_engine_dies(how, tmp_path):
+    """On rank 1, in the second step. Where it raises, all ranks end with 1 and one of them says why
+    in one line; a rank that is killed with it ends the others. Nothing is left running, and what
+    the first step saved is whole."""
+    done = two_ranks(__file__, "dying_rank", how, tmp_path / "run")
+    codes = [code for code, _ in done]
+    assert codes == ([1, 1] if how == "raises" else [1, -signal.SIGKILL]), done
+    if how == "raises":
+        told = [line for _, text in done for line in text.splitlines() if "rror" in line]
+        assert told == ["--rollout vllm: rank 1, step 2: vLLM died: RuntimeError: out of memory"]
+        assert "Traceback" not in str(done)
+    log = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in log] == [1]
+    assert checkpoint.fault(tmp_path / "run" / "ckpt-000001") == ""
+
+
+def dying_rank(how, out):
+    flags = ("--tiny --rollout vllm --steps 3 --prompts 2 --group 4 --updates 1 --eval_every 0 "
+             "--ref_every 0 --save_every 1 --quiet --out")
+    args, build = train_grpo.get_args([*flags.split(), out]), rollout._vllm
+
+    def broken(worker):
+        def forward(*a, **k):
+            raise RuntimeError("out of memory")
+        worker.model_runner.execute_model = forward
+
+    def doomed(*a):
+        llm = build(*a)
+        steps, generate = iter(range(1, 9)), llm.generate
+
+        def second(*a, **k):
+            if next(steps) == 2 and common.rank() == 1:
+                if how == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                llm.collective_rpc(broken)
+            return generate(*a, **k)
+        llm.generate = second
+        return llm
+    rollout._vllm = doomed
+    train_grpo.main(args)
 
 
 @pytest.mark.parametrize("flag, value, told", [
@@ -360,4 +474,4 @@ def test_refused(flag, value, told, capsys, monkeypatch):
 
 
 if __name__ == "__main__":
-    one_rank(*sys.argv[1:])
+    globals()[sys.argv[1]](*sys.argv[2:])
