@@ -249,7 +249,8 @@ def test_a_program_cannot_tell_the_judge_that_it_passed(code, reward):
 @pytest.mark.parametrize("form", [
     "abs(f({0}) - {1}) < 1e-6", "f({0}) == int('{1}')", "round(f({0}), 3) == {1} and True",
     "isinstance(f({0}), int) and f({0}) in [{1}]", "(f({0}) == {1}) == True",
-    "f({0}) - {1} == 0", "math.isclose(f({0}), {1})", "len([x for x in [f({0})] if x == {1}]) == 1"])
+    "f({0}) - {1} == 0", "math.isclose(f({0}), {1})",
+    "len([x for x in [f({0})] if x == {1}]) == 1"])
 @pytest.mark.parametrize("code, reward", [
     ("def f(x): return x + 1", 1), ("def f(x): return 0", 0),
     ("class E(float):\n    def __eq__(self, o): return True\n    __lt__ = __eq__\n"
