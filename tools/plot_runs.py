@@ -144,10 +144,13 @@ def interval(values):
 
 
 def over(runs, value):
-    """interval of value(run) over runs, and the mean of each base where there are several."""
+    """interval of value(run) over runs, and the mean of each base where there are several. Of two
+    runs the half width is NaN: 12.7 standard errors would be wider than any axis."""
     bases = [[value(run) for run in runs if run["base"] == b]
              for b in sorted({run["base"] for run in runs})]
-    return *interval(sum(bases, [])), [interval(b)[0] for b in bases if len(bases) > 1]
+    mean, half = interval(sum(bases, []))
+    return mean, np.where(len(runs) == 2, np.nan, half), [
+        interval(b)[0] for b in bases if len(bases) > 1]
 
 
 def curve(axis, x, runs, value, method, band=None):
@@ -158,8 +161,7 @@ def curve(axis, x, runs, value, method, band=None):
     low, high = [over(runs, end)[0] for end in band] if band else (mean - half, mean + half)
     axis.plot(x, mean, color=colour, linestyle=dash, label=label, marker=mark, markersize=4,
               markevery=1 + len(x) // 12)
-    if band or len(runs) > 2:  # of two runs the t interval is wider than any axis
-        axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+    axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
     for base in bases:
         axis.plot(x, base, color=colour, linestyle=dash, linewidth=0.4)
 
