@@ -124,8 +124,8 @@ def evaluation(args, k, model):
         flags["dtype"] = "bfloat16"
     flags |= {"model": model, "seed": args.eval_seed, "out": Path(args.out, f"eval-{k}.json")}
     flags = [f"--{name}={value}" for name, value in flags.items()]
-    switches = ("think", "tiny", "quiet", "skip_bad")
-    return eval.get_args([*flags, *(f"--{name}" for name in switches if args.trainer[name])])
+    flags += [f"--{name}" for name in ("think", "tiny", "skip_bad") if args.trainer[name]]
+    return eval.get_args([*flags, "--quiet"])  # one bar for the whole sequence
 
 
 def main(args):
