@@ -108,6 +108,15 @@ def test_runs_of_one_stage_are_found_by_their_first_task(table):
     assert table["gained", "sdpo-cot - sdpo", "math"][1:] == ("0", "", "not run")
 
 
+def test_a_run_of_one_stage_has_no_end_of_a_sequence(tmp_path):
+    """What it scores after its only stage is no match for a score after four."""
+    write(tmp_path, "sdpo-cot-b0-s0-math", {"tiny_math": [0.4, 0.9]}, ["math"])
+    (run,) = findings.draw.read_runs(tmp_path)
+    assert findings.measure(run, "average") == pytest.approx((90 + 5 * 40) / 6)
+    assert np.isnan([findings.measure(run, name) for name in (
+        "final", "current", "forgotten", "untrained")]).all()
+
+
 @pytest.mark.parametrize("mean, half, bases, sign, expected", [
     (6, 2, (5, 7), 1, "reproduced"), (-6, 2, (-5, -7), -1, "reproduced"),
     (-6, 2, (-5, -7), 1, "opposite"), (6, 2, (13, -1), 1, "underpowered"),

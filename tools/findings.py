@@ -81,8 +81,8 @@ def measure(run, name):
     def points(k, at):  # over the base, after stage k
         return (draw.scores(run, k, at) - draw.scores(run, 0, at)).mean() if at else np.nan
 
-    if name in ("average", "final"):
-        return draw.scores(run, 1 if name == "average" else end).mean()
+    if name == "average":
+        return draw.scores(run, 1).mean()
     if name == "gained":
         return points(1, own(0))
     if name == "middle":
@@ -92,6 +92,8 @@ def measure(run, name):
         return points(1, parts[0]) - points(1, parts[1])
     if end < 2:  # the rest is told of whole sequences alone
         return np.nan
+    if name == "final":
+        return draw.scores(run, end).mean()
     if name == "artifact":
         steps = list(run["log"])[run["ends"][-2]:]
         return np.mean([run["log"][step]["artifact"] for step in steps[-max(1, len(steps) // 5):]])
