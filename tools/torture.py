@@ -48,7 +48,7 @@ RUNS = {  # script and its flags
 RANKS = {"1 rank": (1, []), "2 ranks DDP": (2, ["--fsdp", "off"]),
          "2 ranks FSDP2": (2, ["--fsdp", "on"])}
 MACHINE = {"sample_seconds", "train_seconds", "sample_tokens_per_s", "train_tokens_per_s",
-           "peak_memory_gb"}  # fields of a log line that no two runs share
+           "peak_memory_gb", "seconds", "model"}  # what no two runs share: times, paths
 LIMIT = 900  # seconds after which a job counts as hung; one takes 5 to 30 on idle cores
 
 
@@ -74,7 +74,8 @@ class Job:
             for member in self.members:
                 member.start()
             return
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
+                    "--"]  # or it takes continual.py's --n for its own
         with open(self.told, "w") as file:
             self.members = [subprocess.Popen(
                 [sys.executable, *launcher * (how == "torchrun"), CHILD, *words],
@@ -144,11 +145,11 @@ def forked(told, environment, words):
 def difference(ours, theirs):
     """The first file in which two run folders differ; "" where they are the same, bit by bit."""
     def content(path):
-        if path.name == "log.jsonl":
-            return [{k: v for k, v in json.loads(line).items() if k not in MACHINE}
-                    for line in path.read_text().splitlines()]
-        if path.name.startswith("eval-") and path.suffix == ".json":
-            return json.loads(path.read_text())["scores"]
+        if path.name == "log.jsonl" or path.name.startswith("eval-"):
+            text = path.read_text()
+            lines = [json.loads(x) for x in text.splitlines()] if path.suffix == ".jsonl" else [
+                x for models in json.loads(text)["scores"].values() for x in models.values()]
+            return [{k: v for k, v in x.items() if k not in MACHINE} for x in lines]
         return path.read_bytes()
     last = {path.parent.parent: path.parent for path in sorted(theirs.rglob("ckpt-*/trainer"))}
     files = [path for pattern in ("ckpt-*/model.safetensors", "log.jsonl", "samples.jsonl",
@@ -220,7 +221,7 @@ def killed(folder, run, ranks, todo, draw):
             bad += [wrong] if wrong else []
             row["survived"] += here * (not wrong)
             done += here
-            shutil.rmtree(out)
+            shutil.rmtree(out, ignore_errors=True)  # it never began, perhaps
             break
     phases = ", ".join(f"{name} {count}" for name, count in hit.most_common())
     return {**row, "survived": row["survived"] if not bad else min(row["survived"], todo - 1),
