@@ -305,7 +305,8 @@ def test_nothing_of_the_models_own_settings(tiny, monkeypatch):
                             suppress_tokens=[1, 2, 3], max_new_tokens=2, do_sample=False).items():
         monkeypatch.setattr(tiny.model.generation_config, name, value, raising=False)
     monkeypatch.setattr(rollout, "_vllm", rollout._vllm.__wrapped__)  # a new engine
-    monkeypatch.setattr(tiny, "sampler", rollout.sampler(tiny.args, tiny.model, tiny.tokenizer))
+    tiny.other = rollout.sampler(tiny.args, tiny.model, tiny.tokenizer)
+    monkeypatch.setattr(tiny, "sampler", tiny.other)  # kept: one that goes takes all others' ranks
     assert ids(tiny.draw([0, 1])) == drawn
     stop = drawn[0][5]
     monkeypatch.setattr(tiny.model.generation_config, "eos_token_id", [stop])
