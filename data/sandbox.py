@@ -105,18 +105,20 @@ def _run(program, stdin, seconds, memory_mb, size, mode) -> Result:
                  str(memory_mb), str(size)], stdin=given, stdout=out, stderr=err, cwd=box,
                 pass_fds=(source.fileno(), writer), env={"PYTHONHASHSEED": "0"},
                 start_new_session=True)  # a signal to the trainer's group is not for it
-            try:
-                ended = select.poll()
-                ended.register(reader)  # readable when the launcher reports; it has its own timer,
-                if not ended.poll((seconds + 30) * 1000):  # this is for a machine that starves it
+            os.close(writer)
+            writer, status = -1, b""
+            ended = select.poll()
+            ended.register(reader)  # it reports and exits, on a timer of its own: this one is for
+            try:                    # a machine that starves it
+                while ended.poll((seconds + 30) * 1000) and (more := os.read(reader, 1000)):
+                    status += more
+                if not status:
                     launcher.terminate()  # it is to clean up; killed, it would leave orphans
-                    ended.poll(120_000)
+                    status = os.read(reader, 1000) if ended.poll(120_000) else b""
             finally:
                 launcher.kill()
                 launcher.wait()
-            os.close(writer)
-            writer = -1
-            status = os.read(reader, 1000).decode("utf-8", "replace") or "failed: launcher died"
+            status = status.decode("utf-8", "replace") or "failed: launcher died"
             start = max(0, err.seek(0, os.SEEK_END) - 4000)
             out.seek(0)
             err.seek(start)
