@@ -19,80 +19,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-import packing
-from common import ROOT, fail, rank
-
-
-def folder(name):
-    """The folder of a model; a run's stands for its last checkpoint."""
-    path = ROOT / "data" / "tiny_model" if name == "tiny" else Path(name)
-    if (path / "log.jsonl").exists():
-        path = max(path.glob("ckpt-*"), default=path)
-    return path
-
-
-def fingerprint(name):
-    """What tells a folder's weights from others in its place: a digest of the size and the last
-    megabyte of each file. None for a hub id."""
-    digest, files = hashlib.sha256(), sorted(folder(name).glob("model*.safetensors"))
-    for path in files:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 2**20))
-            digest.update(f"{path.name} {size} ".encode() + file.read())
-    return digest.hexdigest()[:16] if files else None
-
-
-def load_model(name, dtype=torch.float32):
-    """(model, tokenizer) of a hub id, a folder (Hugging Face's or a run's), a .gguf file or "tiny".
-
-    Dropout is set to 0: with it, sampler and trainer would be two policies. Exits with 2 where
-    there is no such model. Code that comes with a model is never run.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-    logging.disable_progress_bar()
-    path, gguf = str(folder(name)), {}
-    safe = {"trust_remote_code": False}  # not even after a question at the terminal
-    if path.endswith(".gguf"):
-        path, gguf = str(Path(path).parent), {"gguf_file": Path(path).name}
-    try:
-        config = AutoConfig.from_pretrained(path, **gguf, **safe)
-        for key, value in config.to_dict().items():
-            if key.endswith(("dropout", "pdrop")) and isinstance(value, float):
-                setattr(config, key, 0.0)
-        tokenizer = AutoTokenizer.from_pretrained(path, **gguf, **safe)
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, use_safetensors=True, **gguf, **safe)
-    except (OSError, ValueError, SafetensorError) as error:
-        fail(f"no model {name}: {str(error).strip().splitlines()[0]}")
-    if gguf:  # de-quantised, but it refuses to be saved: move the weights into one that does not
-        weights, generation, config = model.state_dict(), model.generation_config, model.config
-        del config.quantization_config
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        model.config.architectures = [type(model).__name__]  # which vLLM asks for
-        model.load_state_dict(weights)
-        model.generation_config = generation
-    note = packing.probe(model.eval())
-    if note and rank() == 0:
-        print(note, file=sys.stderr)
-    return model, tokenizer
-
-
-def load_weights(name):
-    """{name: tensor} of a model, or of a .safetensors file such as a checkpoint's teacher."""
-    if not name.endswith(".safetensors"):
-        return load_model(name)[0].state_dict()
-    if not Path(name).is_file():
-        fail(f"--teacher_init {name}: there is no such file")
-    try:
-        return load_file(name)
-    except (OSError, SafetensorError) as error:
-        fail(f"--teacher_init {name}: {error}")
-
+from common import fail
+from ranks import rank
 
 # ---- write ---------------------------------------------------------------------------------------
 

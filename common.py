@@ -1,53 +1,28 @@
-"""Plumbing that every script shares: flags, ranks, sharding, gradients across ranks, and the log.
-
-One script serves 1 or N processes. Under torchrun each rank holds 1/N of the prompts of a step;
-what makes N processes one run is a forward pass that all ranks take equally often and one average
-of the gradients before the optimizer steps. `--fsdp off` keeps whole copies of the model and
-averages with one all-reduce a step: DDP without its hooks, so that micro-batches accumulate first
-and a rank without a row adds zeros. `--fsdp on` shards weights, gradients and optimizer: FSDP2.
-"""
+"""What every script begins with: its flags, one line for bad input, its model."""
 import argparse
-import contextlib
 import datetime
-import fcntl
 import hashlib
 import importlib.util
 import json
 import os
-import platform
-import resource
-import signal
-import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from tqdm import tqdm
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
-from data.watch import watch
+import packing
+from ranks import DTYPES, rank, world
 
 ROOT = Path(__file__).parent
 TINY = dict(model="tiny", data="tiny", prompts=16, group=8, max_prompt=160, max_new=64, steps=60,
             warmup=5, max_teacher_prompt=320, eval_every=20, save_every=20,
             rollout="hf")  # what --tiny sets
 ON_OFF = argparse.BooleanOptionalAction  # a flag that is on, and --no-flag
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 # what may change when a run is resumed: how far and how fast it goes, never what it computes
 FREE = {"resume", "out", "steps", "eval_every", "save_every", "keep", "tokens_per_micro", "quiet",
         "vllm_memory", "tp", "plan", "gpu_gb", "wandb", "skip_bad"}
-# the means that every log line holds; null where nothing was counted
-MEANS = ("reward", "loss", "jsd", "entropy", "teacher_entropy", "kl_ref", "length", "artifact",
-         "boxed", "frac_truncated", "frac_distilled", "frac_cut", "frac_think", "frac_zero_adv",
-         "clip_frac", "is_weight", "mismatch_kl")
 
 
 # ---- flags ---------------------------------------------------------------------------------------
@@ -233,321 +208,71 @@ def parse(parser, argv, tiny, check):
     return args
 
 
-# ---- ranks ---------------------------------------------------------------------------------------
+# ---- models --------------------------------------------------------------------------------------
 
-def rank():
-    return int(os.environ.get("RANK", 0))
-
-
-def world():
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def setup(args):
-    """Join the other ranks (nccl on CUDA, gloo on CPU). Returns this rank's device."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
-                                timeout=datetime.timedelta(hours=4))  # ranks sample apart
-    torch.manual_seed(args.seed % 2**63)
-    if args.tiny:
-        torch.set_num_threads(1)  # so small a model only waits for a second thread
-    return device
+def folder(name):
+    """The folder of a model; a run's stands for its last checkpoint."""
+    path = ROOT / "data" / "tiny_model" if name == "tiny" else Path(name)
+    if (path / "log.jsonl").exists():
+        path = max(path.glob("ckpt-*"), default=path)
+    return path
 
 
-_asked = []  # when this process was asked to stop
+def fingerprint(name):
+    """What tells a folder's weights from others in its place: a digest of the size and the last
+    megabyte of each file. None for a hub id."""
+    digest, files = hashlib.sha256(), sorted(folder(name).glob("model*.safetensors"))
+    for path in files:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 2**20))
+            digest.update(f"{path.name} {size} ".encode() + file.read())
+    return digest.hexdigest()[:16] if files else None
 
 
-def _ask_to_stop(number, frame):
-    """A second signal ends it at once; within two seconds it is the first, sent on by torchrun."""
-    _asked.append(time.monotonic())
-    if _asked[-1] - _asked[0] > 2:
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+def load_model(name, dtype=torch.float32):
+    """(model, tokenizer) of a hub id, a folder (Hugging Face's or a run's), a .gguf file or "tiny".
 
-
-def asked_to_stop():
-    """Whether a rank has got SIGTERM, as before pre-emption, or SIGINT, from Ctrl-C."""
-    return all_sum([len(_asked)])[0] > 0
-
-
-def leave(args, step):
-    """Exit with 0 after a step that was saved, and say how to go on."""
-    command = " ".join(sys.argv) if "train" not in Path(sys.argv[0]).name else (
-        f"{sys.argv[0]} --resume {args.out}")
-    if rank() == 0:
-        print(f"stopped after step {step}, which is saved; go on with: {command}", file=sys.stderr)
-    raise SystemExit(0)
-
-
-def all_sum(values):
-    """Sums of a list of numbers over the ranks, in float64."""
-    device = "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
-    total = torch.tensor([float(v) for v in values], dtype=torch.float64, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(total)
-    return total.tolist()
-
-
-def gather(items):
-    """Every rank's list, joined in the order of the ranks, on every rank."""
-    parts = [items]
-    if dist.is_initialized():
-        parts = [None] * world()
-        dist.all_gather_object(parts, items)
-    return [item for part in parts for item in part]
-
-
-def fills(model, room):
-    """Whether --fsdp auto shards: weights, gradients, two moments, teacher and reference would take
-    40% of a GPU of `room` bytes; activations and the key-value cache need the rest. In float32,
-    which the teacher is in any case: student and teacher are sharded alike or not at all."""
-    return 6 * sum(4 * p.numel() for p in model.parameters()) > 0.4 * room
-
-
-def distribute(model, args, device, train=True):
-    """Move a model to its device, say how it computes, and shard it where --fsdp asks for that.
-
-    Sharded on CUDA, a model recomputes its activations.
+    Dropout is set to 0: with it, sampler and trainer would be two policies. Exits with 2 where
+    there is no such model. Code that comes with a model is never run.
     """
-    compute = DTYPES.get(args.dtype)
-    if args.dtype == "auto":
-        compute = torch.bfloat16 if device.type == "cuda" else model.dtype
-    model.compute_dtype = compute if compute != model.dtype else None  # read by packing.compute
-    shard = args.fsdp == "on"
-    if args.fsdp == "auto" and world() > 1 and device.type == "cuda":
-        shard = fills(model, torch.cuda.get_device_properties(device).total_memory)
-    if not shard and model.device.type != device.type:  # FSDP moves the layers, one at a time
-        model.to(device)
-    if train and (args.checkpoint_activations or (shard and device.type == "cuda")):
-        # the older name, up to transformers 5.20, takes what is the newer one's default
-        enable = getattr(model, "activation_checkpointing_enable", None)
-        enable() if enable else model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()  # transformers recomputes in train mode alone; there is no dropout
-    if shard:
-        mesh = dist.device_mesh.init_device_mesh(device.type, (world(),))
-        policy = MixedPrecisionPolicy(model.compute_dtype, torch.float32)
-        policy = policy if model.compute_dtype else MixedPrecisionPolicy()
-        model.compute_dtype = None  # FSDP casts the weights themselves
-        lists = (m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
-        for module in (*max(lists, key=len), model):  # layer by layer, then what is left
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-        register_fsdp_forward_method(model, "states")
-    return model
-
-
-@contextlib.contextmanager
-def gathered(model):
-    """Within it a model can sample: an FSDP model is whole on every rank, so that each may call it
-    as often as it likes."""
-    shards = [m for m in model.modules() if isinstance(m, FSDPModule)]
-    training = model.training
-    model.eval()  # in train mode, a model that recomputes activations keeps no key-value cache
-    for m in shards:
-        m.unshard()
-        m.set_reshard_after_forward(False, recurse=False)
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+    logging.disable_progress_bar()
+    path, gguf = str(folder(name)), {}
+    safe = {"trust_remote_code": False}  # not even after a question at the terminal
+    if path.endswith(".gguf"):
+        path, gguf = str(Path(path).parent), {"gguf_file": Path(path).name}
     try:
-        yield
-    finally:
-        model.train(training)
-        for m in shards:
-            m.set_reshard_after_forward(m is not model, recurse=False)
-            m.reshard()
+        config = AutoConfig.from_pretrained(path, **gguf, **safe)
+        for key, value in config.to_dict().items():
+            if key.endswith(("dropout", "pdrop")) and isinstance(value, float):
+                setattr(config, key, 0.0)
+        tokenizer = AutoTokenizer.from_pretrained(path, **gguf, **safe)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, use_safetensors=True, **gguf, **safe)
+    except (OSError, ValueError, SafetensorError) as error:
+        fail(f"no model {name}: {str(error).strip().splitlines()[0]}")
+    if gguf:  # de-quantised, but it refuses to be saved: move the weights into one that does not
+        weights, generation, config = model.state_dict(), model.generation_config, model.config
+        del config.quantization_config
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model.config.architectures = [type(model).__name__]  # which vLLM asks for
+        model.load_state_dict(weights)
+        model.generation_config = generation
+    note = packing.probe(model.eval())
+    if note and rank() == 0:
+        print(note, file=sys.stderr)
+    return model, tokenizer
 
 
-def average_gradients(model):
-    """The mean of the gradients over the ranks; FSDP has taken it in its backward pass."""
-    if world() == 1 or isinstance(model, FSDPModule):
-        return
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    for pending in [dist.all_reduce(p.grad, async_op=True) for p in model.parameters()]:
-        pending.wait()
-    for p in model.parameters():
-        p.grad /= world()
-
-
-def make_optimizer(model, args):
-    return torch.optim.AdamW(model.parameters(), args.lr, (0.9, 0.999), fused=True,
-                             weight_decay=args.weight_decay)  # fused: one pass over the memory
-
-
-def optimizer_step(model, optimizer, args, step, gradient, loss, batch):
-    """Average, clip, step, clear. Returns the gradient's norm before clipping, or None for a batch
-    that had no gradient: no step is made then, since momentum alone would move the weights. A norm
-    or a loss (this rank's, of its part of `batch`) that is not finite stops all ranks before it
-    reaches the weights."""
-    norm = None
-    if gradient:
-        average_gradients(model)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or float("inf"))
-        norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
-        if not norm + abs(all_sum([loss])[0]) < float("inf"):
-            raise FloatingPointError(
-                f"step {step}, rank {rank()}: the loss is {loss} here, the gradient's norm {norm}; "
-                "the weights are untouched, so are the checkpoints. The rows of this rank: "
-                f"{', '.join(str(row['id']) for _, row in batch)}")
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(args, step)
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm
-
-
-def learning_rate(args, step):
-    return args.lr * min(1.0, step / args.warmup if args.warmup else 1.0)
-
-
-# ---- the log -------------------------------------------------------------------------------------
-
-def tally(sums, **values):
-    """Add values, a tensor or a list for each name, to running sums {name: [total, count]}."""
-    for name, value in values.items():
-        value = torch.as_tensor(value).detach().double()
-        sums[name][0] += value.sum().item()
-        sums[name][1] += value.numel()
-
-
-def log_line(args, step, sums, norms, clock, sampled, teacher):
-    """The numbers of a step, over all ranks; seconds and memory are this rank's. norms: of its
-    optimizer steps; clock: its start, end of sampling, end of training; sampled: response tokens
-    of this rank."""
-    made = [n for n in norms if n is not None]
-    sums["loss"][1] = len(made) / world()  # each rank's share of as many means
-    values = all_sum([x for name in MEANS for x in sums[name]] + [sampled])
-    line = {name: values[2 * i] / values[2 * i + 1] if values[2 * i + 1] else None
-            for i, name in enumerate(MEANS)}
-    sample_seconds, train_seconds = clock[1] - clock[0], clock[2] - clock[1]
-    return {"step": step, "stage": args.task, **line,
-            "grad_norm": sum(made) / len(made) if made else 0.0, "lr": learning_rate(args, step),
-            "teacher_age": None if teacher is None else step - teacher.last_changed,
-            "skipped": not made, "eval": None, "sample_seconds": sample_seconds,
-            "train_seconds": train_seconds, "sample_tokens_per_s": values[-1] / sample_seconds,
-            "train_tokens_per_s": values[-1] / train_seconds, "peak_memory_gb": peak_memory_gb()}
-
-
-def peak_memory_gb():
-    """Most memory held: of the GPU since the last call, or by this process ever."""
-    if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated() / 2**30
-        torch.cuda.reset_peak_memory_stats()
-        return peak
-    if sys.platform == "darwin":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30
-    status = Path("/proc/self/status").read_text()  # a child's ru_maxrss starts at its parent's
-    return int(status.split("VmHWM:")[1].split()[0]) / 2**20
-
-
-@contextlib.contextmanager
-def writing(folder):
-    """Within it a disk that is full, or read-only, ends the run with one line."""
+def load_weights(name):
+    """{name: tensor} of a model, or of a .safetensors file such as a checkpoint's teacher."""
+    if not name.endswith(".safetensors"):
+        return load_model(name)[0].state_dict()
+    if not Path(name).is_file():
+        fail(f"--teacher_init {name}: there is no such file")
     try:
-        yield
-    except OSError as error:
-        fail(f"{folder}: cannot be written ({error}); its checkpoints are whole")
-
-
-def lock(folder):
-    """A folder is one process's as long as this file is open; another exits with 2."""
-    file = open(folder / "lock", "w")  # noqa: SIM115
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        fail(f"--out {folder}: is in use by another process")
-    return file
-
-
-class Log:
-    """The run folder, written by rank 0: config.json, log.jsonl with a line a step, samples.jsonl
-    with a few responses a step; and the progress bar over it, or its part of a longer one."""
-
-    def __init__(self, args, start, bar=None):
-        self.out, self.state, self.last, self.own = Path(args.out), {}, None, bar is None
-        self.wandb = None
-        self.bar = tqdm(total=args.steps, initial=start, unit="step",
-                        disable=rank() > 0 or args.quiet) if self.own else bar
-        if not self.own:
-            bar.update(start)
-        main = threading.current_thread() is threading.main_thread()
-        _asked.clear()
-        self.before = {number: signal.signal(number, _ask_to_stop)
-                       for number in (signal.SIGTERM, signal.SIGINT) if main}
-        if rank() == 0:
-            with writing(self.out):
-                self.out.mkdir(parents=True, exist_ok=True)
-                self.lock = lock(self.out)
-                write_json(self.out / "config.json", describe(args))
-                for name in ("log.jsonl", "samples.jsonl"):
-                    self.forget(self.out / name, start)
-            if args.wandb:
-                import wandb  # a run folder is one run there, which --resume goes on with
-                name = hashlib.sha256(str(self.out.resolve()).encode()).hexdigest()[:16]
-                self.wandb = wandb.init(
-                    project=args.wandb, name=self.out.name, id=name, config=vars(args),
-                    resume="allow" if args.resume else None, dir=self.out)
-
-    def forget(self, path, start):
-        """What came after the checkpoint, and a last line that a kill cut off."""
-        lines = path.read_text().split("\n")[:-1] if start and path.exists() else []
-        lines = [line for line in lines if json.loads(line)["step"] <= start]
-        aside = Path(f"{path}.part")
-        aside.write_text("".join(f"{line}\n" for line in lines))
-        aside.replace(path)
-        for self.last in map(json.loads, lines if path.name == "log.jsonl" else []):
-            watch(self.state, self.last)
-
-    def write(self, line, samples):
-        self.last = line
-        if rank() == 0:
-            samples = [{"step": line["step"], **sample} for sample in samples]
-            for name, rows in (("log.jsonl", [line]), ("samples.jsonl", samples)):
-                with writing(self.out), open(self.out / name, "a") as file:
-                    file.write("".join(json.dumps(row) + "\n" for row in rows))
-            if self.wandb:
-                self.wandb.log(line, step=line["step"])
-            for warning in watch(self.state, line):
-                self.warn(f"collapse watch: {warning}")
-            names = ("reward", "jsd", "entropy", "length", "grad_norm", "eval")
-            self.bar.set_postfix({name: f"{line[name]:.3g}" for name in names
-                                  if line[name] is not None}, refresh=False)
-            self.bar.update()
-
-    def warn(self, text):
-        if rank() == 0:
-            self.bar.write(text, file=sys.stderr)
-
-    def close(self):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-        if rank() == 0:
-            self.lock.close()
-        if self.own:
-            self.bar.close()
-        if self.wandb:
-            self.wandb.finish()
-        return self.last
-
-
-def write_json(path, value):
-    """A JSON file that is whole or not there."""
-    aside = Path(f"{path}.part")
-    aside.write_text(json.dumps(value, indent=1) + "\n")
-    aside.replace(path)
-
-
-def describe(args):
-    """What a number needs beside it: flags, command, versions of code and libraries, machine."""
-    import transformers
-    git = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"],
-                         capture_output=True, text=True, check=False).stdout.strip()
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    vllm = sys.modules.get("vllm")
-    return {"args": vars(args), "command": sys.argv, "commit": git or None,
-            "versions": {"python": platform.python_version(), "torch": torch.__version__,
-                         "transformers": transformers.__version__,
-                         "vllm": vllm and vllm.__version__},
-            "machine": {"ranks": world(), "cpus": os.cpu_count(), "gpu": gpu},
-            "date": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+        return load_file(name)
+    except (OSError, SafetensorError) as error:
+        fail(f"--teacher_init {name}: {error}")

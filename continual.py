@@ -34,6 +34,8 @@ import checkpoint
 import common
 import data
 import eval
+import logbook
+import ranks
 import train_grpo
 import train_sdpo
 from data.scores import sequence
@@ -131,25 +133,25 @@ def evaluation(args, k, model):
 def main(args):
     """Do the stages and evaluations that are not there yet. Returns the report, on rank 0."""
     (stages, models), out = plan(args), Path(args.out)
-    common.setup(stages[0])
-    done = [not checkpoint.fault(Path(m)) for m in models[1:]] if common.rank() == 0 else []
-    done = [*common.gather(done), False].index(False)  # stages that are finished
+    ranks.setup(stages[0])
+    done = [not checkpoint.fault(Path(m)) for m in models[1:]] if ranks.rank() == 0 else []
+    done = [*ranks.gather(done), False].index(False)  # stages that are finished
     for stage in stages[done + 1:]:
         if Path(stage.out).exists():
             common.fail(f"{stage.out}: was made from {models[done + 1]}, which is not there or not "
                         "whole; delete it too, and both are made again")
-    if common.rank() == 0:
+    if ranks.rank() == 0:
         out.mkdir(parents=True, exist_ok=True)
-        held = common.lock(out)  # noqa: F841, as long as this runs
-        common.write_json(out / "config.json", common.describe(args))
+        held = logbook.lock(out)  # noqa: F841, as long as this runs
+        logbook.write_json(out / "config.json", logbook.describe(args))
         for k in range(done + 1, len(models)):  # evaluations of checkpoints that are no more
             (out / f"eval-{k}.json").unlink(missing_ok=True)
         if args.base_eval and not (out / "eval-0.json").exists():
             for suffix in (".jsonl", ".json"):
                 shutil.copy(Path(args.base_eval).with_suffix(suffix), out / f"eval-0{suffix}")
-    common.gather([])  # nobody looks before that is done
+    ranks.gather([])  # nobody looks before that is done
     bar = tqdm(total=sum(s.steps for s in stages), initial=sum(s.steps for s in stages[:done]),
-               unit="step", disable=common.rank() > 0 or stages[0].quiet)
+               unit="step", disable=ranks.rank() > 0 or stages[0].quiet)
     gc.freeze()  # what was imported; models lie in cycles, and their memory is wanted back
     for k, model in enumerate(models):
         name, scores = f"{k} {args.order[k - 1]}" if k else "base", Path(out, f"eval-{k}.json")
@@ -162,7 +164,7 @@ def main(args):
             bar.set_description(f"{name}, evaluation")
             eval.run(evaluation(args, k, model))
     bar.close()
-    return report(args, stages, models) if common.rank() == 0 else None
+    return report(args, stages, models) if ranks.rank() == 0 else None
 
 
 def report(args, stages, models):
@@ -178,13 +180,13 @@ def report(args, stages, models):
                                  dtype=torch.float64) for name, rows in means.items()}  # (K+1, P)
     changes, summary = sequence(scores, args.order)
     R = {name: [c | d for c, d in zip(R[name], changes[name], strict=True)] for name in R}
-    result = {**common.describe(args), "R": R, **summary, "stages": []}
+    result = {**logbook.describe(args), "R": R, **summary, "stages": []}
     for stage, model in zip(stages, models[1:], strict=True):
         log = map(json.loads, Path(stage.out, "log.jsonl").read_text().splitlines())
         result["stages"].append({
             "task": stage.task, "steps": stage.steps, "folder": stage.out, "checkpoint": model,
             "seconds": sum(line["sample_seconds"] + line["train_seconds"] for line in log)})
-    common.write_json(out / "continual.json", result)
+    logbook.write_json(out / "continual.json", result)
     print(table(result))
     if importlib.util.find_spec("matplotlib"):
         subprocess.run([sys.executable, common.ROOT / "tools/plot.py", "continual", out],

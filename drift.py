@@ -28,12 +28,13 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
-import checkpoint
 import common
 import data
 import eval as evaluation
+import logbook
 import losses
 import packing
+import ranks
 import rollout
 from data import batches
 
@@ -47,9 +48,7 @@ def read_weights(name):
     """{"layers.0.self_attn.q_proj": function that reads it}: the 2-D weights of a model's blocks.
     name: "tiny", a hub id, or a folder of safetensors, one or shards (a run's stands for its last
     checkpoint). A tied weight is in the file once. GPT-2 keeps its matrices as (in, out)."""
-    path = Path(common.ROOT / "data" / "tiny_model" if name == "tiny" else name)
-    if Path(path, "log.jsonl").exists():
-        path = max(path.glob("ckpt-*"), default=path)
+    path = common.folder(name)
     try:
         if not path.is_dir():
             from huggingface_hub import snapshot_download
@@ -303,9 +302,9 @@ def read(name, own, tokenizer, args):
 
 def main(args):
     """Measure, print a table, write args.out and its records. Returns what args.out holds."""
-    device, models, before = common.setup(args), list(dict.fromkeys(args.model)), {}
+    device, models, before = ranks.setup(args), list(dict.fromkeys(args.model)), {}
     records = parameter_drift(args.base, models, args.rank, args.mask_frac, device=device)
-    result = {**common.describe(args), "weights": {}, "responses": {name: {} for name in models}}
+    result = {**logbook.describe(args), "weights": {}, "responses": {name: {} for name in models}}
     for name, kind in dict.fromkeys((r["model"], t) for r in records for t in ("all", r["type"])):
         own = [r for r in records if r["model"] == name and kind in ("all", r["type"])]
         result["weights"].setdefault(name, {})[kind] = {
@@ -316,7 +315,7 @@ def main(args):
         w = read_weights(args.base)[key]().to(device).double()
         result["gram_error"] = compare(*(principal(w, rank, exact=x) for x in (math.inf, 0)))
     if args.prompts:
-        base, tokenizer = checkpoint.load_model(args.base)
+        base, tokenizer = common.load_model(args.base)
         asked = {name: read(name, own, tokenizer, args)
                  for name, _, own in (entry.partition("=") for entry in args.prompts)}
         embedder = functools.partial(embed, base.to(device))
@@ -329,7 +328,7 @@ def main(args):
         result["mmd"] = mmd_table({name: embedder([row["ids"] for row in rows])
                                    for name, (_, rows) in asked.items()}, args.unbiased)
     for model_name in [args.base, *models] if args.prompts and args.n else []:
-        model = checkpoint.load_model(model_name)[0].to(device) if before else base
+        model = common.load_model(model_name)[0].to(device) if before else base
         sampler = rollout.sampler(args, model, tokenizer)
         for name, (task, rows) in asked.items():
             shape = len(rows), args.n

@@ -16,9 +16,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-import checkpoint
 import common
 import data
+import logbook
+import ranks
 import rollout
 from data import batches
 from data.scores import compare, summary
@@ -32,7 +33,7 @@ def evaluate(sampler, task, rows, n, max_new, key, temperature, top_p, title=Non
     """Sample and score n responses to each row. The ranks share the work and all get every record,
     one a prompt in order: {"id", "rewards", "answers", "lengths", "finished", "responses", "gold"},
     gold is what the verifier gives the gold answer itself. title: of a progress bar."""
-    mine = list(enumerate(rows))[common.rank()::common.world()]
+    mine = list(enumerate(rows))[ranks.rank()::ranks.world()]
     bar = title and tqdm(desc=title, total=len(mine) * n, unit="response", leave=False)
     rollouts = sampler([row["ids"] for _, row in mine], [i for i, _ in mine], n, max_new, key,
                        temperature, top_p, bar=bar)
@@ -48,7 +49,7 @@ def evaluate(sampler, task, rows, n, max_new, key, temperature, top_p, title=Non
                             "answers": [task.answer_of(text) for text in texts],
                             "lengths": [len(r.ids) for r in own],
                             "finished": [r.finished for r in own], "responses": texts}))
-    return [record for _, record in sorted(common.gather(records), key=lambda pair: pair[0])]
+    return [record for _, record in sorted(ranks.gather(records), key=lambda pair: pair[0])]
 
 
 # ---- within a run --------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ def get_args(argv=None):
         parser.error("--temperature: must not be negative; --top_p: must lie in (0, 1]")
     if Path(args.out).exists() and not args.overwrite:
         for name, old in same(parser, args.out, vars(args), FREE).get("weights", {}).items():
-            if checkpoint.fingerprint(name) != old:
+            if common.fingerprint(name) != old:
                 parser.error(f"--model {name}: {args.out} was made with other weights of that name")
     return args
 
@@ -191,17 +192,17 @@ def finished(args):
 def run(args):
     """Evaluate, but what args.out holds already, and write it anew after each benchmark of each
     model. Returns what it holds, on rank 0."""
-    device, out = common.setup(args), Path(args.out)
+    device, out = ranks.setup(args), Path(args.out)
     sources = dict(entry.partition("=")[::2] for entry in args.tasks.split(","))
     names = dict.fromkeys([args.baseline or args.model[0], *args.model])
     keys = [(name, benchmark) for name in names for benchmark in sources]
-    scores, lines = finished(args) if common.rank() == 0 else ({}, {})
-    kept = common.gather(list(scores))  # what rank 0 has found
+    scores, lines = finished(args) if ranks.rank() == 0 else ({}, {})
+    kept = ranks.gather(list(scores))  # what rank 0 has found
     missing = [key for key in keys if key not in kept]
-    weights = {name: checkpoint.fingerprint(name) for name in names}
+    weights = {name: common.fingerprint(name) for name in names}
     for name, own in itertools.groupby(missing, key=lambda key: key[0]):
-        model, tokenizer = checkpoint.load_model(name)
-        model = common.distribute(model, args, device, train=False)
+        model, tokenizer = common.load_model(name)
+        model = ranks.distribute(model, args, device, train=False)
         sampler = rollout.sampler(args, model, tokenizer)
         for key in own:
             domain, source, split, _, _ = data.BENCHMARKS[key[1]]
@@ -210,8 +211,8 @@ def run(args):
             rows = read(task, sources[key[1]] or source, split, tokenizer, args, args.limit)
             records = evaluate(sampler, task, rows, args.n, args.max_new, ("eval", args.seed),
                                args.temperature, args.top_p,
-                               None if common.rank() or args.quiet else title)
-            if common.rank() == 0:
+                               None if ranks.rank() or args.quiet else title)
+            if ranks.rank() == 0:
                 score = {**summary(records), "seconds": time.perf_counter() - began}
                 base = scores.get((args.baseline, key[1]), score)
                 compared = args.baseline and name in args.model
@@ -219,7 +220,7 @@ def run(args):
                 lines[key] = [json.dumps({"model": name, "benchmark": key[1], **record}) + "\n"
                               for record in records]
                 write(args, keys, weights, scores, lines)
-    return json.loads(out.read_text()) if common.rank() == 0 else None
+    return json.loads(out.read_text()) if ranks.rank() == 0 else None
 
 
 def write(args, keys, weights, scores, lines):
@@ -232,15 +233,15 @@ def write(args, keys, weights, scores, lines):
     aside = out.with_suffix(".jsonl.part")
     aside.write_text("".join(line for key in keys for line in lines.get(key, [])))
     aside.replace(out.with_suffix(".jsonl"))
-    common.write_json(out, {
-        **common.describe(args), "missing": [key for key in keys if key not in scores],
+    logbook.write_json(out, {
+        **logbook.describe(args), "missing": [key for key in keys if key not in scores],
         "weights": weights, "scores": table})
 
 
 def main(args):
     """Evaluate, and print a table of the scores."""
     result = run(args)
-    if common.rank() == 0:
+    if ranks.rank() == 0:
         print(table(result["scores"]))
     return result
 

@@ -25,11 +25,13 @@ import checkpoint
 import common
 import data
 import eval
+import logbook
 import losses
 import packing
+import ranks
 import rollout
 import teacher as teaching
-from data import batches, watch
+from data import batches
 
 # ==== the algorithm's own: flags, conditions on them, what a row learns from ====
 TINY = dict(lr=1e-4)  # set by --tiny, beside common.TINY
@@ -128,9 +130,9 @@ def get_args(argv=None):
 
 def main(args, bar=None):
     """One run, in the folder args.out. Returns the last line of its log. bar: goes on with it."""
-    device = common.setup(args)
+    device = ranks.setup(args)
     task = data.TASKS[args.task]
-    model, tokenizer = checkpoint.load_model(args.model, common.DTYPES[args.param_dtype])
+    model, tokenizer = common.load_model(args.model, ranks.DTYPES[args.param_dtype])
     rows = batches.load_rows(args, task, tokenizer)
     held_out = eval.held_out(args, tokenizer)
     # ==== the algorithm's own: the models beside the student, made of its weights in memory ====
@@ -138,33 +140,33 @@ def main(args, bar=None):
     same = teacher.frozen and not args.teacher_init
     reference = teacher if same else teaching.Teacher(model) if args.ref_every else None
     if args.teacher_init:
-        teaching.mix_checkpoint(teacher.model, checkpoint.load_weights(args.teacher_init),
+        teaching.mix_checkpoint(teacher.model, common.load_weights(args.teacher_init),
                                 args.teacher_init_mix)
     # ==== end ====
     for copy in dict.fromkeys(copy for copy in (teacher, reference) if copy):
-        copy.model = common.distribute(copy.model, args, device, train=False)
-    model = common.distribute(model, args, device)
-    optimizer = common.make_optimizer(model, args)
+        copy.model = ranks.distribute(copy.model, args, device, train=False)
+    model = ranks.distribute(model, args, device)
+    optimizer = ranks.make_optimizer(model, args)
     state = checkpoint.resume(args, model, optimizer, teacher)
     sampler = rollout.sampler(args, model, tokenizer)
-    log = common.Log(args, state["step"], bar)
+    log = logbook.Log(args, state["step"], bar)
     pack, budget = not args.no_pack, args.tokens_per_micro
 
     for step in range(state["step"] + 1, args.steps + 1):
         # ---- roll out: G responses of the current student to each prompt, and their rewards ----
-        clock, sums = [time.perf_counter()], {name: [0.0, 0] for name in common.MEANS}
+        clock, sums = [time.perf_counter()], {name: [0.0, 0] for name in logbook.MEANS}
         batch = batches.batch(rows, step, args)  # this rank's prompts: [(number, row)]
         rollouts = sampler([row["ids"] for _, row in batch], [n for n, _ in batch],
                            args.group, args.max_new, key=(args.seed, step))
         if args.rollout == "vllm":  # which gives no entropies, and rounds in its own way
-            common.tally(sums, mismatch_kl=rollout.rescore(model, rollouts, budget, pack))
+            logbook.tally(sums, mismatch_kl=rollout.rescore(model, rollouts, budget, pack))
         rewards, feedback = batches.score(task, rollouts, batch, args.group)
         prompts, responses = [r.prompt for r in rollouts], [r.ids for r in rollouts]
-        common.tally(sums, **watch.measure(rollouts, rewards, task))
+        logbook.tally(sums, **logbook.measure(rollouts, rewards, task))
         if args.ref_every and step % args.ref_every == 0:
             base, _ = rollout.logprobs(reference.model, rollouts, budget, pack)
             kl = losses.kl_k3(torch.cat([r.old for r in rollouts]), torch.cat(base))
-            common.tally(sums, kl_ref=kl)
+            logbook.tally(sums, kl_ref=kl)
         clock.append(time.perf_counter())
 
         # ==== the algorithm's own: which tokens of which rows are learnt from ====
@@ -172,7 +174,7 @@ def main(args, bar=None):
             args, task, tokenizer, batch, rollouts, rewards, feedback, step)
         learns = [bool(mask.any()) for mask in masks]  # rows with a gradient
         passes = [prompts, teacher_prompts]  # the prompts of each forward pass
-        common.tally(sums, frac_distilled=learns, frac_cut=cuts)
+        logbook.tally(sums, frac_distilled=learns, frac_cut=cuts)
         opened = any(row["opened"] for _, row in batch)
         if args.cot and step == 1 and not opened and not sums["frac_think"][0]:
             log.warn(f"--cot: no response of step 1 holds {task.THINK_TAGS[0]}; it changes nothing")
@@ -186,7 +188,7 @@ def main(args, bar=None):
                 pad_sequence([masks[i] for i in mini], batch_first=True), args.agg, torch.float64)
             weights = dict(zip(mini, weights, strict=True))  # row -> (T,)
             learning = [i for i in mini if learns[i]]
-            total, anything = common.all_sum([share, len(learning)])
+            total, anything = ranks.all_sum([share, len(learning)])
             for micro in packing.micro_batches(
                     model, learning, passes, responses, budget, pack):
                 row, label, old, sampled, weight, keep = packing.tokens(
@@ -206,14 +208,14 @@ def main(args, bar=None):
                         losses.at_labels(student, label[at]), sampled[at], args.is_clip)
                     jsd = losses.generalized_jsd(
                         student, taught, args.beta, args.topk, args.tail, normalized=True)
-                    common.tally(sums, jsd=jsd, is_weight=ratio,
+                    logbook.tally(sums, jsd=jsd, is_weight=ratio,
                                  teacher_entropy=losses.entropy(taught))
                     return ratio * jsd * weight[at]
                 # ==== end ====
                 loss = packing.head_loss(model, hidden, token_loss) / total
-                (loss * common.world()).backward()  # as gradients are averaged over ranks
+                (loss * ranks.world()).backward()  # as gradients are averaged over ranks
                 sums["loss"][0] += loss.item()
-            norms.append(common.optimizer_step(
+            norms.append(ranks.optimizer_step(
                 model, optimizer, args, step, anything > 0, sums["loss"][0], batch))
         # ==== the algorithm's own: the teacher follows ====
         teacher.update(model, step)
@@ -221,18 +223,18 @@ def main(args, bar=None):
 
         # ---- log, evaluate, save ----
         clock.append(time.perf_counter())
-        line = common.log_line(
+        line = logbook.log_line(
             args, step, sums, norms, clock, sum(map(len, responses)), teacher)
         if held_out and step % args.eval_every == 0:
             line["eval"] = held_out(sampler, step)
             state = eval.best(state, line)
-        log.write(line, watch.samples(tokenizer, rollouts, rewards, passes))
-        stop = common.asked_to_stop()
+        log.write(line, logbook.samples(tokenizer, rollouts, rewards, passes))
+        stop = logbook.asked_to_stop()
         if stop or step in (args.steps, state.get("best_step")) or (
                 args.save_every and step % args.save_every == 0):
             checkpoint.save(args, step, model, tokenizer, optimizer, teacher, state)
         if stop:
-            common.leave(args, step)
+            logbook.leave(args, step)
     return log.close()
 
 

@@ -5,8 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from common import fail, rank, world
+from common import fail
 from data import hub
+from ranks import rank, world
 from rollout import encode, keyed_generator
 
 

@@ -27,8 +27,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import checkpoint  # noqa: E402
 import common  # noqa: E402
+import logbook  # noqa: E402
 import losses  # noqa: E402
 import packing  # noqa: E402
+import ranks  # noqa: E402
 import rollout  # noqa: E402
 import train_grpo  # noqa: E402
 import train_sdpo  # noqa: E402
@@ -104,7 +106,7 @@ def train(script, name, model, tokenizer, flags, folder):
                      "ids": rollout.encode(tokenizer, chat)[-args.max_prompt:]})
     with contextlib.ExitStack() as stack:
         for owner, attribute, value in (
-                (checkpoint, "load_model", lambda *_: (model, tokenizer)),
+                (common, "load_model", lambda *_: (model, tokenizer)),
                 (checkpoint, "save", lambda *_: None),
                 (batches, "load_rows", lambda *_: rows),
                 (batches, "score", lambda task, made, *_: (
@@ -123,7 +125,7 @@ def main():
     if not (CUDA or args.smoke):
         parser.error("there is no GPU here; --smoke checks small shapes on the CPU")
     dtype, began = "bfloat16" if CUDA else "float32", time.perf_counter()
-    device = common.setup(argparse.Namespace(seed=0, tiny=args.smoke))
+    device = ranks.setup(argparse.Namespace(seed=0, tiny=args.smoke))
     rate = matmul_rate(getattr(torch, dtype), 512 if args.smoke else 8192)
     configs = {"tiny": plan.read_config("tiny")}
     if args.smoke:
@@ -138,10 +140,10 @@ def main():
     for name, config in configs.items():
         one = out["models"][name] = {}
         for script in (train_grpo, train_sdpo):
-            model, tokenizer = (checkpoint.load_model("tiny") if name == "tiny"
+            model, tokenizer = (common.load_model("tiny") if name == "tiny"
                                 else make(config, device))
             if script is train_grpo:
-                model = common.distribute(model, train_args := train_grpo.get_args(
+                model = ranks.distribute(model, train_args := train_grpo.get_args(
                     ["--tiny", "--dtype", dtype, "--rollout", "hf"]), device)
                 one["invariances"] = invariances(model, train_args)
                 for how, (change, gradient) in one["invariances"].items():
@@ -175,8 +177,8 @@ def main():
                 failed.append(f"{name}: {script.__name__}: {found['peak_gb']:.1f} GB, planned "
                               f"{found['planned_gb']:.1f}")
     out |= {"seconds": time.perf_counter() - began, "failed": failed,
-            **{k: v for k, v in common.describe(args).items() if k != "args"}}
-    common.write_json(args.out, out)
+            **{k: v for k, v in logbook.describe(args).items() if k != "args"}}
+    logbook.write_json(args.out, out)
     print(json.dumps(out, indent=1))
     raise SystemExit(bool(failed))
 

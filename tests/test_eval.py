@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import worker
 
-import checkpoint
+import common
 import data
 import eval
+import logbook
 import rollout
-from data import watch
 from data.scores import majority, pass_at_k
 
 ROWS = Path(__file__).parent / "rows" / "cases.jsonl"
@@ -299,16 +299,16 @@ def test_goes_on_with_the_second_model(models, sampled, tmp_path, monkeypatch):
     """Stopped in the second model: the baseline is neither loaded nor sampled, and compared."""
     argv = ["--baseline", models["gpt2"], "--model", models["llama"], *TEN.split(), "--quiet"]
     once = again(tmp_path / "once.json", *argv)
-    original, loaded = checkpoint.load_model, []
+    original, loaded = common.load_model, []
     with monkeypatch.context() as patch:
         def stop(name, *a):
             if name == models["llama"]:
                 raise KeyboardInterrupt
             return original(name, *a)
-        patch.setattr(checkpoint, "load_model", stop)
+        patch.setattr(common, "load_model", stop)
         with pytest.raises(KeyboardInterrupt):
             again(tmp_path / "twice.json", *argv)
-    monkeypatch.setattr(checkpoint, "load_model", lambda name, *a: loaded.append(name) or original(
+    monkeypatch.setattr(common, "load_model", lambda name, *a: loaded.append(name) or original(
         name, *a))
     del sampled[:]
     twice = again(tmp_path / "twice.json", *argv)
@@ -344,14 +344,14 @@ def test_changed_flags_are_refused(models, ranks, tmp_path, monkeypatch, capsys)
 def test_fingerprint(models, tmp_path):
     """Of what the weights are, not of where or when; a run's folder stands for its last
     checkpoint."""
-    run, hub = tmp_path / "run", checkpoint.fingerprint("no/such-model")
+    run, hub = tmp_path / "run", common.fingerprint("no/such-model")
     for step, kind in ((5, "llama"), (10, "other")):
         shutil.copytree(models[kind], run / f"ckpt-{step:06d}")
     (run / "log.jsonl").touch()
-    prints = [checkpoint.fingerprint(models[kind]) for kind in ("llama", "other", "gpt2")]
+    prints = [common.fingerprint(models[kind]) for kind in ("llama", "other", "gpt2")]
     assert len({*prints, hub}) == 4 and hub is None
-    assert checkpoint.fingerprint(run) == prints[1]
-    assert checkpoint.fingerprint("tiny") is not None
+    assert common.fingerprint(run) == prints[1]
+    assert common.fingerprint("tiny") is not None
 
 
 # ---- bad input -----------------------------------------------------------------------------------
@@ -382,7 +382,7 @@ def test_unreadable_benchmark(models, tmp_path, monkeypatch, capsys):
 def test_held_out(models, monkeypatch):
     """The same prompts at each evaluation, other samples at another step, T = 1; 0 prompts: all."""
     worker.install_task(monkeypatch.setattr)
-    loaded = checkpoint.load_model(models["llama"])
+    loaded = common.load_model(models["llama"])
     import train_grpo
     args = train_grpo.get_args(["--model", "m", "--data", "x", "--eval_data", "y", "--max_new", "8",
                                 "--eval_prompts", "6", "--eval_n", "3"])
@@ -408,12 +408,12 @@ def test_held_out(models, monkeypatch):
 def test_case_S26_the_gap_between_training_and_held_out_prompts_is_flagged():
     given, state = CASES["S26"]["input"], {}
     line = {"artifact": 0.0, "boxed": 1.0, "jsd": 0.1, "skipped": False, "grad_norm": 1.0}
-    told = [watch.watch(state, {**line, "step": i, "reward": train, "eval": held_out})
+    told = [logbook.watch(state, {**line, "step": i, "reward": train, "eval": held_out})
             for i, (train, held_out) in enumerate(zip(given["train"], given["val"], strict=True))]
     (warning,) = sum(told, [])
     assert "risen by 0.40, and fallen on held-out prompts, from 0.500 to 0.400" in warning
     state = {}  # both rise
-    assert not any(watch.watch(state, {**line, "step": i, "reward": r, "eval": r})
+    assert not any(logbook.watch(state, {**line, "step": i, "reward": r, "eval": r})
                    for i, r in enumerate(given["train"]))
 
 
@@ -423,13 +423,13 @@ def test_watch():
                 skipped=False, eval=None)
     state = {}
     for step in range(1, 13):
-        told = watch.watch(state, {**line, "step": step, "grad_norm": 1e-5})
+        told = logbook.watch(state, {**line, "step": step, "grad_norm": 1e-5})
         assert bool(told) == (step == 10)
     for change, kind, steps in (({"reward": 0.0}, "reward", 4), ({"artifact": 0.9}, "n-gram", 1),
                                 ({"boxed": 9.0}, "boxed", 1), ({"jsd": 1e-4}, "jsd", 1),
                                 ({"skipped": True, "grad_norm": 0.0}, "nothing to learn", 50)):
         state = {}
-        assert not any(watch.watch(state, {**line, "step": step}) for step in range(20))
-        told = [watch.watch(state, {**line, **change, "step": 20 + i}) for i in range(60)]
+        assert not any(logbook.watch(state, {**line, "step": step}) for step in range(20))
+        told = [logbook.watch(state, {**line, **change, "step": 20 + i}) for i in range(60)]
         assert [i for i, warnings in enumerate(told) if warnings] == [steps - 1], kind
         assert len(told[steps - 1]) == 1 and kind in told[steps - 1][0]

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import checkpoint
-import common
+import logbook
+import ranks
 import train_grpo
 
 ROOT = Path(__file__).parents[1]
@@ -123,10 +124,10 @@ def test_a_log_that_cannot_be_written(tmp_path, monkeypatch, capsys):
         if Path(path).name.startswith("log.jsonl"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     for owner, name, broken in (
-            (common, "open", lambda path, mode: full(path) or Path(path).open(mode)),  # noqa: SIM115
+            (logbook, "open", lambda path, mode: full(path) or Path(path).open(mode)),  # noqa: SIM115
             (Path, "write_text", lambda path, text: full(path) or write_text(path, text))):
         with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
-            patch.setattr(common, "lock", lambda folder: open(os.devnull))  # noqa: SIM115
+            patch.setattr(logbook, "lock", lambda folder: open(os.devnull))  # noqa: SIM115
             patch.setattr(owner, name, broken, raising=False)
             train_grpo.main(train_grpo.get_args(["--resume", str(out), "--steps", "4"]))
         told = capsys.readouterr().err.strip().splitlines()[-1]
@@ -140,8 +141,8 @@ def test_a_kill_before_the_first_step(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         def killed(*_):
             raise KeyboardInterrupt
-        patch.setattr(common, "lock", lambda folder: open(os.devnull))  # noqa: SIM115
-        patch.setattr(common, "write_json", killed)
+        patch.setattr(logbook, "lock", lambda folder: open(os.devnull))  # noqa: SIM115
+        patch.setattr(logbook, "write_json", killed)
         with pytest.raises(KeyboardInterrupt):
             train_grpo.main(train_grpo.get_args([*flags, "--out", str(out)]))
     train_grpo.main(train_grpo.get_args([*flags, "--out", str(out)]))
@@ -171,7 +172,7 @@ def test_what_is_kept_beside_a_broken_checkpoint(tmp_path, capsys):
 @pytest.mark.parametrize("place, number", [("loss", "inf"), ("gradient", "nan")])
 def test_a_number_that_is_not_finite(place, number, tmp_path, monkeypatch):
     """An infinite loss may have a finite gradient. No optimizer step; step, rank and rows named."""
-    made, inner, bad = [], common.optimizer_step, float(number)
+    made, inner, bad = [], ranks.optimizer_step, float(number)
 
     def step(model, optimizer, args, number, gradient, loss, batch):
         if number == 2 and place == "gradient":
@@ -179,7 +180,7 @@ def test_a_number_that_is_not_finite(place, number, tmp_path, monkeypatch):
         made.append([row["id"] for _, row in batch])
         return inner(model, optimizer, args, number, gradient,
                      bad if number == 2 and place == "loss" else loss, batch)
-    monkeypatch.setattr(common, "optimizer_step", step)
+    monkeypatch.setattr(ranks, "optimizer_step", step)
     out, flags = tmp_path / "run", [*FLAGS, "--updates", "1", "--save_every", "1", "--quiet"]
     with pytest.raises(FloatingPointError) as stop:
         train_grpo.main(train_grpo.get_args([*flags, "--out", str(out)]))

@@ -14,7 +14,6 @@ import pytest
 import worker
 from safetensors.torch import load_file
 
-import checkpoint
 import common
 import data
 import packing
@@ -136,7 +135,7 @@ def run(script, flags, models, out, capfd, monkeypatch):
     opens and closes blocks."""
     worker.install_task(monkeypatch.setattr)
     counts = dict(passes=0, masks=0, layers=0)
-    response_hidden, layout, load = packing.response_hidden, packing.layout, checkpoint.load_model
+    response_hidden, layout, load = packing.response_hidden, packing.layout, common.load_model
 
     def counted(*a, **k):
         counts["passes"] += 1
@@ -158,7 +157,7 @@ def run(script, flags, models, out, capfd, monkeypatch):
             patch.setattr(data.TASKS[task], "THINK_TAGS", ("a", "n"))
         patch.setattr(packing, "response_hidden", counted)
         patch.setattr(packing, "layout", laid)
-        patch.setattr(checkpoint, "load_model", loaded)
+        patch.setattr(common, "load_model", loaded)
         module = importlib.import_module(script)
         argv = f"--model {{llama}} {EVERY} {BASE[script]} {flags}".format(**models).split()
         capfd.readouterr()

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import checkpoint
 import common
+import logbook
 import packing
 import rollout
 import train_grpo
@@ -60,7 +61,7 @@ def arguments(case, out):
 
 def rank(case, out):
     """One rank of a case, in a process of its own: writes what its phases took."""
-    script, ranks, chunks, _ = CASES[case]
+    script, _, chunks, _ = CASES[case]
     torch.set_num_threads(1)
     worker.install_task()
     took, before = {}, status("VmRSS")
@@ -92,12 +93,12 @@ def rank(case, out):
     def log_line(original, *args):
         took["learn"] = status("VmHWM") - before
         return original(*args)
-    checkpoint.load_model, checkpoint.resume, checkpoint.save = load, resume, lambda *_: None
+    common.load_model, checkpoint.resume, checkpoint.save = load, resume, lambda *_: None
     rollout.sampler, batches.score = sampler, score
-    worker.wrap(common, "log_line", log_line)
+    worker.wrap(logbook, "log_line", log_line)
     packing.CHUNK = packing.CHUNK if chunks else 2**40
     SCRIPTS[script].main(arguments(case, out))
-    Path(f"{out}.{common.rank()}.json").write_text(json.dumps(took))
+    Path(f"{out}.{ranks.rank()}.json").write_text(json.dumps(took))
 
 
 def measured(case, out, port):

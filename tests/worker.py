@@ -41,8 +41,10 @@ from transformers import (  # noqa: E402
 import checkpoint  # noqa: E402
 import common  # noqa: E402
 import data  # noqa: E402
+import logbook  # noqa: E402
 import losses  # noqa: E402
 import packing  # noqa: E402
+import ranks  # noqa: E402
 import teacher  # noqa: E402
 from data import batches as rows_of_a_run  # noqa: E402
 
@@ -192,8 +194,8 @@ def refusal(parse, capsys, monkeypatch):
 
     def never(*a, **k):
         raise AssertionError("something was loaded")
-    monkeypatch.setattr(checkpoint, "load_model", never)
-    monkeypatch.setattr(common, "setup", never)
+    monkeypatch.setattr(common, "load_model", never)
+    monkeypatch.setattr(ranks, "setup", never)
     with pytest.raises(SystemExit) as stop:
         parse()
     told = capsys.readouterr().err
@@ -223,9 +225,9 @@ def mutate(fault):
 
 def die(kill):
     """SIGKILL when the point is reached for the n-th time."""
-    modules = {"log_line": common, "write": common.Log, "save_file": checkpoint,
+    modules = {"log_line": logbook, "write": logbook.Log, "save_file": checkpoint,
                "rename": os, "save": checkpoint, "rmtree": checkpoint.shutil,
-               "write_json": common}
+               "write_json": logbook}
     left = [kill["nth"]]
 
     def around(original, *args, **kwargs):
@@ -250,13 +252,13 @@ def run(job):
     if job.get("f64"):
         float64()
     if job.get("sgd"):
-        common.make_optimizer = lambda model, args: torch.optim.SGD(model.parameters(), args.lr)
-    if job.get("kill") and common.rank() in job["kill"].get("ranks", [0, 1]):
+        ranks.make_optimizer = lambda model, args: torch.optim.SGD(model.parameters(), args.lr)
+    if job.get("kill") and ranks.rank() in job["kill"].get("ranks", [0, 1]):
         die(job["kill"])
     script = importlib.import_module(job["script"])
     sys.argv = [f"{job['script']}.py", *job["argv"]]
     seen["result"] = script.main(script.get_args(job["argv"]))
-    torch.save(seen, f"{job['files']}.rank{common.rank()}.pt")
+    torch.save(seen, f"{job['files']}.rank{ranks.rank()}.pt")
 
 
 def truncate(out):

@@ -56,8 +56,8 @@ def prepare(args, folder):
             vocab_size=args.vocab, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
             num_attention_heads=4, max_position_embeddings=8192, tie_word_embeddings=True))
     else:
-        import checkpoint
-        model, tokenizer = checkpoint.load_model(args.model)
+        import common
+        model, tokenizer = common.load_model(args.model)
     if not args.free:  # an EOS that is beyond the logits, so nothing ends before max_new
         tokenizer.add_special_tokens({"eos_token": "<|never|>"})
         model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -127,8 +127,9 @@ def ours(args, folder, turns):
     import torch
     from transformers import AutoConfig
 
-    import common
+    import logbook
     import packing
+    import ranks
     import rollout
     from data import batches
     from tools.bench import flops
@@ -137,10 +138,10 @@ def ours(args, folder, turns):
     for owner, name, phase in ((rollout, "sample", "sampling"), (packing, "head_loss", "head"),
                                (packing, "response_hidden", pass_of),
                                (torch.Tensor, "backward", "backward"),
-                               (common, "optimizer_step", "optimizer")):
+                               (ranks, "optimizer_step", "optimizer")):
         turns.timed(owner, name, phase)
     batch, score = batches.batch, batches.score
-    line, micro, step = common.log_line, packing.micro_batches, {}
+    line, micro, step = logbook.log_line, packing.micro_batches, {}
 
     def rewards(task, rollouts, batch, group):
         step.update(sampled=siblings(range(len(rollouts)), [r.prompt for r in rollouts],
@@ -159,7 +160,7 @@ def ours(args, folder, turns):
     batches.batch = lambda *values: (turns.begin(), batch(*values))[1]
     batches.load_rows = lambda run, task, tokenizer: batches.fitting(
         prompts(args, tokenizer), task, tokenizer, run)
-    batches.score, packing.micro_batches, common.log_line = rewards, micro_batches, log_line
+    batches.score, packing.micro_batches, logbook.log_line = rewards, micro_batches, log_line
     flags = dict(model=folder, data="tiny", task="tooluse" if args.case == "tools" else "math",
                  prompts=args.prompts, group=args.group, max_new=args.max_new, max_prompt=8192,
                  lr=1e-5, updates=1, steps=100000, out=f"{folder}/run", **dict.fromkeys(OFF, 0))

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
 import losses
 import packing
+import ranks
 import rollout
 import teacher as teaching
 from tools.bench import flops
@@ -57,7 +58,7 @@ def read_config(name):
         return Qwen3Config(
             vocab_size=151936, hidden_size=d, num_hidden_layers=layers, num_attention_heads=heads,
             num_key_value_heads=8, head_dim=128, intermediate_size=ff, tie_word_embeddings=tied)
-    path = common.ROOT / "data" / "tiny_model" if name == "tiny" else Path(name)
+    path = common.folder(name)
     gguf = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
     try:
         return AutoConfig.from_pretrained(path.parent if gguf else str(path), **gguf)
@@ -123,10 +124,10 @@ def keys(config, size=2):
 
 
 def memory(args, config, gpu=0):
-    """{part: bytes} of a rank out of common.world(); gpu: bytes of its GPU, 0 for a CPU."""
+    """{part: bytes} of a rank out of ranks.world(); gpu: bytes of its GPU, 0 for a CPU."""
     args, P, G, T = copy.copy(args), args.max_prompt, args.group, args.max_new
     args.dtype = "bfloat16" if gpu and args.dtype == "auto" else args.dtype
-    prompts = [[k] + [0] * (P - 1) for k in range(args.prompts // common.world()) for _ in range(G)]
+    prompts = [[k] + [0] * (P - 1) for k in range(args.prompts // ranks.world()) for _ in range(G)]
     passes, responses = [prompts], [[0] * T] * len(prompts)
     if hasattr(args, "ema"):  # each with a demonstration of its own, cut where it is too long
         longest = min(args.max_teacher_prompt, P + 64 + T)
@@ -134,7 +135,7 @@ def memory(args, config, gpu=0):
     live, fake = Live(), FakeTensorMode(allow_non_fake_inputs=True)
     device, pack = torch.device("cpu"), not args.no_pack
     with fake, live:
-        model = AutoModelForCausalLM.from_config(config, dtype=common.DTYPES[args.param_dtype])
+        model = AutoModelForCausalLM.from_config(config, dtype=ranks.DTYPES[args.param_dtype])
         model.states = packing._states.__get__(model.eval())
         model.plain_head = model.can_pack = True  # which packing.probe finds out by numbers
         copies = [teaching.Teacher(model).model] if hasattr(args, "ema") else []
@@ -145,17 +146,17 @@ def memory(args, config, gpu=0):
                                   args.tokens_per_micro, pack)
     if gpu:
         packing.CHUNK = 2**26
-        if args.fsdp == "auto" and common.world() > 1 and common.fills(model, gpu):
+        if args.fsdp == "auto" and ranks.world() > 1 and ranks.fills(model, gpu):
             args.fsdp = "on"
         args.checkpoint_activations |= args.fsdp == "on"
-    if common.world() > 1:
-        dist.init_process_group("fake", rank=0, world_size=common.world())
+    if ranks.world() > 1:
+        dist.init_process_group("fake", rank=0, world_size=ranks.world())
     try:
         parts = {"load": live.peak}
         with live:  # not fake, since a mesh of ranks has numbers
             for k, other in enumerate(copies):
-                copies[k] = common.distribute(other, args, device, train=False)
-            model = common.distribute(model, args, device)
+                copies[k] = ranks.distribute(other, args, device, train=False)
+            model = ranks.distribute(model, args, device)
         teacher, reference = [*[None] * (not hasattr(args, "ema")), *copies, None][:2]
         parts |= dict(weights=held(model), optimizer=2 * held(model), teacher=held(teacher),
                       reference=held(reference))
@@ -167,7 +168,7 @@ def memory(args, config, gpu=0):
             moments = [torch.zeros_like(p) for p in model.parameters() for _ in range(2)]
             parts["sample"] = live.now + args.vllm_memory * gpu
             if args.rollout == "hf":
-                with common.gathered(model):
+                with ranks.gathered(model):
                     parts["sample"] = live.now + sampler(args, config, held(model))
             if len(micro) > 1:  # the second one finds the first one's gradients
                 for p in model.parameters():
@@ -204,7 +205,7 @@ def sampler(args, config, weights):
     """Bytes of the sampler of --rollout hf beside whole weights: its cache, logits and casts."""
     low, P, G = args.dtype == "bfloat16", args.max_prompt, args.group
     at_once = inspect.signature(rollout.sample).parameters["tokens_at_once"].default
-    n = min(args.prompts // common.world(), max(1, at_once // (P + G * args.max_new)))
+    n = min(args.prompts // ranks.world(), max(1, at_once // (P + G * args.max_new)))
     room = 32 * 2 ** max(0, math.ceil(math.log2(args.max_new / 32)))  # the buffer doubles
     logits = 32 * n * G * config.vocab_size  # probabilities, and their sums in float64
     casts = weights // 2 if low and args.fsdp != "on" and args.param_dtype == "float32" else 0
@@ -217,12 +218,12 @@ def step(args, config, parts, gpu):
     long = min(args.max_teacher_prompt, P + 64 + T) if hasattr(args, "ema") else 0
     todo = flops(config, [(P, 0, [T] * G)] * args.prompts, [(P, 0, [T] * G)] * args.prompts,
                  [(long, 0, [T])] * args.prompts * G if long else None)
-    rows, weights = args.prompts * G / common.world(), parts["load"] // 6  # in bf16
+    rows, weights = args.prompts * G / ranks.world(), parts["load"] // 6  # in bf16
     cache = max(args.vllm_memory * gpu - weights, GB) / keys(config)  # tokens at once
     read = T * weights * math.ceil(rows * (T + P / G) / cache)  # for each token, all rows at once
     read += rows * T * (P + T / 2) * keys(config)
     matmuls = todo["sampling"] + todo["teacher"] + todo["student"] * 4 / 3  # one forward more
-    return todo, (read / READS + matmuls / MATMULS / common.world()) / 3600
+    return todo, (read / READS + matmuls / MATMULS / ranks.world()) / 3600
 
 
 def cure(args, config, gpu, peak):
@@ -230,7 +231,7 @@ def cure(args, config, gpu, peak):
     flags = []
     for name, value in SAVINGS.items():
         now, new = getattr(args, name), copy.copy(args)
-        if now == value or (name == "fsdp" and common.world() == 1) or (
+        if now == value or (name == "fsdp" and ranks.world() == 1) or (
                 type(value) in (int, float) and now < value):
             continue
         setattr(new, name, value)
@@ -250,9 +251,9 @@ def show(args):
     parts = memory(args, config, gpu)
     todo, hours = step(args, config, parts, gpu)
     room = gpu or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    ranks = common.world()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", min(ranks, 8)))
-    print(f"{args.model}, {ranks} " + (f"x {gpu / GB:.0f} GB" if gpu else "on the CPU"))
+    world = ranks.world()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", min(world, 8)))
+    print(f"{args.model}, {world} " + (f"x {gpu / GB:.0f} GB" if gpu else "on the CPU"))
     for name in ("weights", "optimizer", "teacher", "reference", "gradients", "activations"):
         print(f"  {name:12}{parts[name] / GB:8.2f} GB a rank")
     print(f"  most in training {parts['learn'] / GB:.2f}, in sampling ({args.rollout}) "

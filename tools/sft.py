@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import checkpoint
 import common
 import data
 import packing
+import ranks
 import rollout
 from data import tiny_base
 from data.tiny_base import IGNORED
@@ -105,12 +105,12 @@ def step(model, optimizer, batches):
 
 
 def main(args):
-    device, rng = common.setup(args), random.Random(args.seed)
+    device, rng = ranks.setup(args), random.Random(args.seed)
     if args.tiny:
         rows, tokenizer = tiny_base.prepare()
         model = tiny_base.make_model(tokenizer)
     else:
-        model, tokenizer = checkpoint.load_model(args.model)
+        model, tokenizer = common.load_model(args.model)
         examples = gold_examples(args, tokenizer)
     model.compute_dtype = None if args.dtype == "float32" else torch.bfloat16
     model.to(device).train()

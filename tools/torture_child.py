@@ -37,12 +37,13 @@ def child(notes, fault, script, *argv):
     import torch
 
     import checkpoint
-    import common
     import eval
+    import logbook
     import losses
+    import ranks
     import teacher
     from data import batches
-    file, now = os.open(f"{notes}.{common.rank()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), {}
+    file, now = os.open(f"{notes}.{ranks.rank()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), {}
 
     def phase(name):
         def note(*args):
@@ -52,7 +53,7 @@ def child(notes, fault, script, *argv):
     for owner, name, begins in (
             (batches, "batch", "sampling"), (batches, "score", "reward"),
             (losses, "aggregate_weights", "update"), (torch.optim.AdamW, "step", "optimizer"),
-            (teacher.Teacher, "update", "teacher update"), (common, "log_line", "log"),
+            (teacher.Teacher, "update", "teacher update"), (logbook, "log_line", "log"),
             (eval, "evaluate", "evaluation"), (checkpoint, "save", "checkpoint")):
         around(owner, name, phase(begins))
     around(checkpoint, "save", after=phase("between"))
@@ -71,8 +72,8 @@ def poison(now, value):
     """A NaN or inf in one place of step 3, on the last rank: "logits nan"."""
     import torch
 
-    import common
     import packing
+    import ranks
     place, number = value.split()
 
     def bad(tensor):
@@ -87,7 +88,7 @@ def poison(now, value):
     if place == "loss":
         around(packing, "head_loss", after=lambda loss: loss + bad(torch.zeros_like(loss)))
     elif place == "gradient":
-        around(common, "optimizer_step", gradient)
+        around(ranks, "optimizer_step", gradient)
     elif place == "teacher":  # or reference: the head that is called for itself
         around(packing, "head", after=bad)
     else:
@@ -103,7 +104,7 @@ def rank_ends(now, value):
     import losses
     start = dist.init_process_group
     dist.init_process_group = lambda backend, timeout: start(
-        backend, timeout=datetime.timedelta(seconds=10))  # common.setup: 4 hours
+        backend, timeout=datetime.timedelta(seconds=10))  # ranks.setup: 4 hours
 
     def strike(*_):
         if now["step"] == 2 and last_rank():
@@ -134,7 +135,7 @@ def disk(now, value):
     """Before the log line of step 3 the disk is filled, or the folder, from a save on, is another
     user's to write to."""
     import checkpoint
-    import common
+    import logbook
 
     def fill(*_):
         if now["step"] == 3:
@@ -149,7 +150,7 @@ def disk(now, value):
     if value == "other user":
         around(checkpoint, "save", leave)
     else:
-        around(common, "log_line", fill)
+        around(logbook, "log_line", fill)
 
 
 FAULTS = {"none": lambda *_: None, "poison": poison, "rank": rank_ends, "uneven": uneven,

