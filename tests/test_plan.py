@@ -24,6 +24,7 @@ import checkpoint
 import common
 import logbook
 import packing
+import ranks
 import rollout
 import train_grpo
 import train_sdpo
