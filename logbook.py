@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def log_line(args, step, sums, norms, clock, sampled, teacher):
             for i, name in enumerate(MEANS)}
     sample_seconds, train_seconds = clock[1] - clock[0], clock[2] - clock[1]
     return {"step": step, "stage": args.task, **line,
-            "grad_norm": sum(made) / len(made) if made else 0.0, "lr": learning_rate(args, step),
+            "grad_norm": sum(made) / len(made) if made else None, "lr": learning_rate(args, step),
             "teacher_age": None if teacher is None else step - teacher.last_changed,
             "skipped": not made, "eval": None, "sample_seconds": sample_seconds,
             "train_seconds": train_seconds, "sample_tokens_per_s": values[-1] / sample_seconds,
@@ -164,14 +165,13 @@ class Log:
 
     def __init__(self, args, start, bar=None):
         self.out, self.state, self.last, self.own = Path(args.out), {}, None, bar is None
-        self.wandb = None
+        self.asked, self.wandb = [], None  # asked: when this process was asked to stop
         self.bar = tqdm(total=args.steps, initial=start, unit="step",
                         disable=rank() > 0 or args.quiet) if self.own else bar
         if not self.own:
             bar.update(start)
         main = threading.current_thread() is threading.main_thread()
-        _asked.clear()
-        self.before = {number: signal.signal(number, _ask_to_stop)
+        self.before = {number: signal.signal(number, self.ask_to_stop)
                        for number in (signal.SIGTERM, signal.SIGINT) if main}
         if rank() == 0:
             with writing(self.out):
@@ -191,11 +191,11 @@ class Log:
         """What came after the checkpoint, and a last line that a kill cut off."""
         lines = path.read_text().split("\n")[:-1] if start and path.exists() else []
         lines = [line for line in lines if json.loads(line)["step"] <= start]
-        aside = Path(f"{path}.part")
-        aside.write_text("".join(f"{line}\n" for line in lines))
-        aside.replace(path)
-        for self.last in map(json.loads, lines if path.name == "log.jsonl" else []):
-            watch(self.state, self.last)
+        write_whole(path, "".join(f"{line}\n" for line in lines))
+        if path.name == "log.jsonl":
+            for line in map(json.loads, lines):
+                self.last = line
+                watch(self.state, line)
 
     def write(self, line, samples):
         self.last = line
@@ -217,6 +217,27 @@ class Log:
         if rank() == 0:
             self.bar.write(text, file=sys.stderr)
 
+    def ask_to_stop(self, number, frame):
+        """A second signal ends it at once; within two seconds it is the first, sent on by torchrun.
+        """
+        self.asked.append(time.monotonic())
+        if self.asked[-1] - self.asked[0] > 2:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def asked_to_stop(self):
+        """Whether a rank has got SIGTERM, as before pre-emption, or SIGINT, from Ctrl-C."""
+        return all_sum([len(self.asked)])[0] > 0
+
+    def leave(self, step):
+        """Exit with 0 after a step that was saved, and say how to go on."""
+        command = sys.argv if "train" not in Path(sys.argv[0]).name else [
+            sys.argv[0], "--resume", str(self.out)]
+        if rank() == 0:
+            print(f"stopped after step {step}, which is saved; go on with: {shlex.join(command)}",
+                  file=sys.stderr)
+        raise SystemExit(0)
+
     def close(self):
         for number, handler in self.before.items():
             signal.signal(number, handler)
@@ -229,40 +250,17 @@ class Log:
         return self.last
 
 
-# ---- to stop -------------------------------------------------------------------------------------
-
-_asked = []  # when this process was asked to stop
-
-
-def _ask_to_stop(number, frame):
-    """A second signal ends it at once; within two seconds it is the first, sent on by torchrun."""
-    _asked.append(time.monotonic())
-    if _asked[-1] - _asked[0] > 2:
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-
-def asked_to_stop():
-    """Whether a rank has got SIGTERM, as before pre-emption, or SIGINT, from Ctrl-C."""
-    return all_sum([len(_asked)])[0] > 0
-
-
-def leave(args, step):
-    """Exit with 0 after a step that was saved, and say how to go on."""
-    command = " ".join(sys.argv) if "train" not in Path(sys.argv[0]).name else (
-        f"{sys.argv[0]} --resume {args.out}")
-    if rank() == 0:
-        print(f"stopped after step {step}, which is saved; go on with: {command}", file=sys.stderr)
-    raise SystemExit(0)
-
-
 # ---- files ---------------------------------------------------------------------------------------
 
-def write_json(path, value):
-    """A JSON file that is whole or not there."""
+def write_whole(path, text):
+    """A file that is whole, or as it was before."""
     aside = Path(f"{path}.part")
-    aside.write_text(json.dumps(value, indent=1) + "\n")
+    aside.write_text(text)
     aside.replace(path)
+
+
+def write_json(path, value):
+    write_whole(path, json.dumps(value, indent=1) + "\n")
 
 
 def describe(args):

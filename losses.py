@@ -20,7 +20,7 @@ def _wide(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
-def _log_ratio(logprobs: Tensor, old: Tensor, mask: Tensor | None) -> Tensor:
+def _log_ratio(logprobs: Tensor, old: Tensor, mask: Tensor | None = None) -> Tensor:
     """logprobs - old where the mask says so, else 0. No gradient through old."""
     dtype = _wide(logprobs, old)
     logprobs, old = logprobs.to(dtype), old.detach().to(dtype)
@@ -30,7 +30,7 @@ def _log_ratio(logprobs: Tensor, old: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """log p of every token, nats: (..., V) -> (..., V). Of log-probabilities: they themselves."""
+    """log p of every token, nats: (..., V) -> (..., V). Log-probabilities it leaves as they are."""
     return logits.log_softmax(-1, dtype=_wide(logits))
 
 
@@ -80,49 +80,58 @@ def group_advantages(rewards: Tensor, group_size: int, std: bool = True,
     return torch.where(equal, torch.zeros_like(advantages), advantages).view(-1)
 
 
-def policy_gradient_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor,
-                         eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
+def policy_gradient_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor,
+                         mask: Tensor | None = None, eps_low: float = 0.2, eps_high: float = 0.28
+                         ) -> Tensor:
     """-min(rho A, clip(rho, 1-eps_low, 1+eps_high) A) per token; 0, also in gradient, off the mask.
 
-    logprobs, old_logprobs, mask (B, T), advantages (B,) -> (B, T). At rho = 1 the values are -A,
-    whose sum over a group is 0 where lengths are equal, while the gradient -A grad logp is not: a
-    printed loss near 0 says nothing.
+    logprobs, old_logprobs, mask (B, T), advantages (B,), one a row -> (B, T); or flat tokens: all
+    of them (n,) -> (n,). At rho = 1 the values are -A, whose sum over a group is 0 where lengths
+    are equal, while the gradient -A grad logp is not: a printed loss near 0 says nothing.
     Rows with A = 0 are excluded like padding (their rho may overflow, and 0 * inf is nan).
     """
-    a = advantages.detach().unsqueeze(1)                                         # (B, 1)
-    ratio = _log_ratio(logprobs, old_logprobs, mask.bool() & (a != 0)).exp()     # (B, T), 1 off it
+    a = _per_token(advantages, logprobs)
+    on = a != 0 if mask is None else mask.bool() & (a != 0)                      # (B, T)
+    ratio = _log_ratio(logprobs, old_logprobs, on).exp()                         # 1 off it
     loss = -torch.min(ratio * a, ratio.clamp(1 - eps_low, 1 + eps_high) * a)
-    return torch.where(mask.bool(), loss, torch.zeros_like(loss))
+    return torch.where(on, loss, torch.zeros_like(loss))
 
 
 @torch.no_grad()
-def clipped_tokens(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor,
-                   eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
+def clipped_tokens(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor,
+                   mask: Tensor | None = None, eps_low: float = 0.2, eps_high: float = 0.28
+                   ) -> Tensor:
     """(B, T) bool: tokens whose gradient the clip cuts off; their share is `clip_frac`."""
-    ratio, a = _log_ratio(logprobs, old_logprobs, mask).exp(), advantages.unsqueeze(1)
-    return mask.bool() & (((a > 0) & (ratio > 1 + eps_high)) | ((a < 0) & (ratio < 1 - eps_low)))
+    a, ratio = _per_token(advantages, logprobs), _log_ratio(logprobs, old_logprobs, mask).exp()
+    cut = ((a > 0) & (ratio > 1 + eps_high)) | ((a < 0) & (ratio < 1 - eps_low))
+    return cut if mask is None else mask.bool() & cut
 
 
-def kl_k3(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
-    """k3 = exp(d) - d - 1 >= 0 with d = logp_ref - logp_theta, per token, in nats; 0 off the mask.
+def _per_token(advantages: Tensor, logprobs: Tensor) -> Tensor:
+    """A row's advantage beside each of its tokens: (B,) -> (B, 1). Flat tokens have their own."""
+    a = advantages.detach()
+    return a if a.shape == logprobs.shape else a.unsqueeze(1)
+
+
+def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """k3 = exp(d) - d - 1 >= 0 with d = logp_ref - logp_theta, per token, in nats: (...) -> (...).
 
     Its VALUE, on samples from theta, estimates KL(theta || ref) without bias. Its GRADIENT does
     not: differentiated as a loss it is (1 - exp(d)) grad logp_theta, in expectation the gradient of
     KL(ref || theta). (k1 = -d is worse: its gradient is the score, 0 in expectation.)
     """
-    d = -_log_ratio(logprobs, ref_logprobs, mask)
+    d = -_log_ratio(logprobs, ref_logprobs)
     return torch.expm1(d) - d                  # expm1 keeps the digits of d^2/2 where d is small
 
 
 # ---- SDPO ----------------------------------------------------------------------------------------
 
-def importance_weight(logprobs: Tensor, old_logprobs: Tensor, clip: float = 2.0,
-                      mask: Tensor | None = None) -> Tensor:
-    """min(exp(logp - logp_old), clip) per token, detached; 1 off the mask (`--is_clip`, `--tis`).
+def importance_weight(logprobs: Tensor, old_logprobs: Tensor, clip: float = 2.0) -> Tensor:
+    """min(exp(logp - logp_old), clip) per token, detached: (...) -> (...). (`--is_clip`, `--tis`)
 
     A heuristic in SDPO: D at t depends on y_<t alone, and this weighs it by the ratio of y_t.
     """
-    return _log_ratio(logprobs, old_logprobs, mask).detach().exp().clamp(max=clip)
+    return _log_ratio(logprobs, old_logprobs).detach().exp().clamp(max=clip)
 
 
 class _Divergence(torch.autograd.Function):
@@ -130,7 +139,7 @@ class _Divergence(torch.autograd.Function):
 
     Autograd would keep about ten (..., V) tensors alive; the derivative is short enough to write:
     dD/dlog p_S = (1-beta) p_S log(p_S/M) (the parts through M cancel), so ONE tensor is kept.
-    Multiples of p_S are dropped or added freely: the softmax before it absorbs them.
+    At the end points multiples of p_S are left out: the softmax before it absorbs them.
     """
 
     @staticmethod
@@ -237,8 +246,3 @@ def aggregate_weights(mask: Tensor, agg: str, dtype: torch.dtype = torch.float32
     if agg == "token":
         return weights, float(lengths.sum())
     return weights / lengths.clamp(min=1), float((lengths > 0).sum())
-
-
-def random_keep(length: int, ratio: float, generator: torch.Generator) -> Tensor:
-    """(T,) bool: leaves each token out with probability ratio (`--mask_ratio`); CPU generator."""
-    return torch.rand(length, generator=generator) >= ratio

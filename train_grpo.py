@@ -3,11 +3,12 @@
 The student answers each prompt G times; the verifier gives each answer one reward, and an answer is
 made more likely where it beats its siblings, less likely where it falls behind them:
 
-    A_i  = (r_i - mean_j r_j) / (std_j r_j + 1e-6)                        within the group
-    loss = - sum_t min(rho_t A, clip(rho_t, 1-eps_low, 1+eps_high) A) / response tokens
-    rho_t = p_S(y_t | x, y_<t) / p_old(y_t | x, y_<t)
+    A_i    = (r_i - mean_j r_j) / (std_j r_j + 1e-6)                      within the group
+    loss   = - sum_i,t min(rho_it A_i, clip(rho_it, 1-eps_low, 1+eps_high) A_i) / response tokens
+    rho_it = p_S(y_it | x, y_i,<t) / p_old(y_it | x, y_i,<t)
 
-A group whose rewards are all equal says nothing, costs no pass, and still counts in the normaliser.
+Sum and tokens are over all responses of an optimizer step, on all ranks.
+A group whose rewards are all equal says nothing, costs no pass, and still counts in the tokens.
 --kl_coef adds a penalty for leaving the base model. Sources: arXiv:2402.03300 (GRPO),
 arXiv:2607.01763 (the paper). Left out: critics, reward models, LoRA, off-policy replay.
 
@@ -64,7 +65,8 @@ def get_args(argv=None):
 
 
 def main(args, bar=None):
-    """One run, in the folder args.out. Returns the last line of its log. bar: goes on with it."""
+    """One run, in the folder args.out. Returns the last line of its log. bar: continual.py's,
+    to advance in place of one of its own."""
     device = ranks.setup(args)
     task = data.TASKS[args.task]
     model, tokenizer = common.load_model(args.model, ranks.DTYPES[args.param_dtype])
@@ -72,8 +74,9 @@ def main(args, bar=None):
     held_out = eval.held_out(args, tokenizer)
     # ==== the algorithm's own: the models beside the student, made of its weights in memory ====
     teacher = None
-    reference = teaching.Teacher(model) if args.kl_coef or args.ref_every else None  # frozen
+    reference = teaching.Teacher(model) if args.kl_coef or args.ref_every else None  # ema 0: frozen
     # ==== end ====
+    # each once, as they may be one, and in one order on all ranks, since they shard together
     for copy in dict.fromkeys(copy for copy in (teacher, reference) if copy):
         copy.model = ranks.distribute(copy.model, args, device, train=False)
     model = ranks.distribute(model, args, device)
@@ -105,8 +108,7 @@ def main(args, bar=None):
         masks = [torch.ones(len(ids), dtype=torch.bool) for ids in responses]
         learns = [bool(a) or args.kl_coef > 0 for a in advantages]  # rows with a gradient
         passes = [prompts]  # the prompts of each forward pass
-        flat = (rewards.view(-1, args.group) == rewards.view(-1, args.group)[:, :1]).all(1)
-        logbook.tally(sums, frac_zero_adv=flat)
+        logbook.tally(sums, frac_zero_adv=(advantages.view(-1, args.group) == 0).all(1))
         # ==== end ====
 
         # ---- learn: `updates` optimizer steps, each one sum over micro-batches and ranks ----
@@ -117,7 +119,7 @@ def main(args, bar=None):
                 pad_sequence([masks[i] for i in mini], batch_first=True), args.agg, torch.float64)
             weights = dict(zip(mini, weights, strict=True))  # row -> (T,)
             learning = [i for i in mini if learns[i]]
-            total, anything = ranks.all_sum([share, len(learning)])
+            total, learners = ranks.all_sum([share, len(learning)])
             for micro in packing.micro_batches(
                     model, learning, passes, responses, budget, pack):
                 row, label, old, sampled, weight, keep = packing.tokens(
@@ -125,7 +127,7 @@ def main(args, bar=None):
                 hidden = packing.response_hidden(model, micro, prompts, responses, pack)[keep]
                 # ==== the algorithm's own: the loss of a token ====
                 tis = losses.importance_weight(old, sampled, args.tis) if args.tis else 1.0
-                gain = advantages.to(device)[row] * tis  # w min(rho A, ..) = min(rho w A, ..)
+                advantage = advantages.to(device)[row] * tis  # w min(rho A, ..) = min(rho w A, ..)
                 logbook.tally(sums, is_weight=tis)
                 if args.kl_coef:
                     with torch.no_grad():
@@ -134,11 +136,10 @@ def main(args, bar=None):
 
                 def token_loss(logits, at):  # (c, V) of the tokens `at`, (c,) -> (c,)
                     logprobs = losses.token_logprobs(logits, label[at])
-                    given = (logprobs[:, None], old[at, None], gain[at],
-                             torch.ones_like(old[at, None]), args.eps_low, args.eps_high)
-                    loss = losses.policy_gradient_loss(*given)[:, 0]  # a row is one token here
+                    given = logprobs, old[at], advantage[at], None, args.eps_low, args.eps_high
+                    loss = losses.policy_gradient_loss(*given)
                     logbook.tally(sums, clip_frac=losses.clipped_tokens(*given))
-                    if args.kl_coef:
+                    if args.kl_coef:  # not weighted by rho: exact for the first update of a batch
                         with torch.no_grad():
                             base_logprobs = losses.token_logprobs(
                                 packing.head(reference.model, base_hidden[at]), label[at])
@@ -147,9 +148,9 @@ def main(args, bar=None):
                 # ==== end ====
                 loss = packing.head_loss(model, hidden, token_loss) / total
                 (loss * ranks.world()).backward()  # as gradients are averaged over ranks
-                sums["loss"][0] += loss.item()
+                sums["loss"][0] += loss.item()  # log_line knows of how many steps
             norms.append(ranks.optimizer_step(
-                model, optimizer, args, step, anything > 0, sums["loss"][0], batch))
+                model, optimizer, args, step, learners > 0, sums["loss"][0], batch))
         # ==== the algorithm's own: nothing follows the student ====
         # ==== end ====
 
@@ -161,12 +162,12 @@ def main(args, bar=None):
             line["eval"] = held_out(sampler, step)
             state = eval.best(state, line)
         log.write(line, logbook.samples(tokenizer, rollouts, rewards, passes))
-        stop = logbook.asked_to_stop()
+        stop = log.asked_to_stop()
         if stop or step in (args.steps, state.get("best_step")) or (
                 args.save_every and step % args.save_every == 0):
             checkpoint.save(args, step, model, tokenizer, optimizer, teacher, state)
         if stop:
-            logbook.leave(args, step)
+            log.leave(step)
     return log.close()
 
 

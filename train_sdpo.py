@@ -4,10 +4,11 @@ The student answers each prompt G times. A response that the verifier accepts is
 its siblings: the same model, reading the question WITH a demonstration, is the teacher, and at each
 token of its own response the student is pulled towards the teacher's distribution.
 
-    loss = sum_t w_t D_beta(p_S(.|x, y_<t) || p_T(.|x, demonstration, y_<t)) / distilled tokens
+    loss = sum_i,t w_t D_beta(p_S(.|x, y_<t) || p_T(.|x, demonstration, y_<t)) / distilled tokens
     D_beta = (1-beta) KL(p_S || M) + beta KL(p_T || M),     M = (1-beta) p_S + beta p_T
     w_t = min(p_S(y_t|x, y_<t) / p_old(y_t|x, y_<t), --is_clip), without gradient
 
+Sum and tokens are over all responses of an optimizer step, on all ranks.
 The teacher is frozen (SDPO_0, the default), a moving average of the student (--ema 0.05: SDPO_5%)
 or refreshed now and then (--restart_every 10: StableSDPO). Sources: arXiv:2601.20802 (SDPO),
 arXiv:2607.01763 (the paper). Left out: reward models, LoRA, off-policy replay.
@@ -70,6 +71,8 @@ def check(args, error):
         value = getattr(args, name)
         if not (value == "matched" or 0 <= value <= 1):
             error(f"--{name} {value}: must lie in [0, 1]")
+    if args.cot:
+        args.demo_cot = args.loss_cot = True
     if args.group < 2 and args.feedback == "never":
         error("--group 1: demonstrations come from siblings; take 2 or more, or --feedback always")
     if not args.is_clip > 0 or args.mask_ratio == 1:
@@ -99,22 +102,22 @@ def targets(args, task, tokenizer, batch, rollouts, rewards, feedback, step):
         picks = teaching.pick_demonstrations(
             rewards[first:first + args.group], args.group, args.success,
             rollout.keyed_generator("demonstration", args.seed, step, number))
-        for r, told, pick in zip(rollouts[first:], feedback[first:], picks, strict=False):
-            shown = None if pick is None else teaching.response_for_demo(
-                rollouts[first + pick].text, tags, args.demo_cot or args.cot, opened, special)
-            if args.feedback == "never" or (args.feedback == "fallback" and shown):
-                told = None
-            if (shown or told) and (shown, told) not in encoded:  # siblings may share one
-                encoded[shown, told] = teaching.teacher_prompt_ids(
+        for i, pick in enumerate(picks, first):  # of row i: which sibling
+            demonstration = None if pick is None else teaching.response_for_demo(
+                rollouts[first + pick].text, tags, args.demo_cot, opened, special)
+            silent = args.feedback == "never" or (args.feedback == "fallback" and demonstration)
+            shown = demonstration, None if silent else feedback[i]
+            if any(shown) and shown not in encoded:  # siblings may share one
+                encoded[shown] = teaching.teacher_prompt_ids(
                     lambda messages: rollout.encode(tokenizer, messages, args.think),
-                    row["messages"], shown, told, args.max_teacher_prompt)
-            prompt, cut = encoded.get((shown, told), (None, None))
+                    row["messages"], *shown, args.max_teacher_prompt)
+            (prompt, cut), r = encoded.get(shown, (None, None)), rollouts[i]
             keep = torch.full((len(r.ids),), prompt is not None)
-            if not (args.loss_cot or args.cot) and (opened or any(tag in r.text for tag in tags)):
+            if not args.loss_cot and (opened or any(tag in r.text for tag in tags)):
                 pieces = [tokenizer.decode([token]) for token in r.ids]
                 keep &= torch.tensor(teaching.think_mask(pieces, tags, opened))
             drawn = rollout.keyed_generator("mask", args.seed, step, r.row)
-            keep &= losses.random_keep(len(keep), args.mask_ratio, drawn)
+            keep &= torch.rand(len(keep), generator=drawn) >= args.mask_ratio
             teacher_prompts.append(prompt)
             masks.append(keep)
             cuts += [] if cut is None else [cut]
@@ -129,7 +132,8 @@ def get_args(argv=None):
 
 
 def main(args, bar=None):
-    """One run, in the folder args.out. Returns the last line of its log. bar: goes on with it."""
+    """One run, in the folder args.out. Returns the last line of its log. bar: continual.py's,
+    to advance in place of one of its own."""
     device = ranks.setup(args)
     task = data.TASKS[args.task]
     model, tokenizer = common.load_model(args.model, ranks.DTYPES[args.param_dtype])
@@ -137,12 +141,14 @@ def main(args, bar=None):
     held_out = eval.held_out(args, tokenizer)
     # ==== the algorithm's own: the models beside the student, made of its weights in memory ====
     teacher = teaching.Teacher(model, args.ema, args.restart_every, args.restart_mix)
-    same = teacher.frozen and not args.teacher_init
-    reference = teacher if same else teaching.Teacher(model) if args.ref_every else None
+    reference = teacher if teacher.frozen and not args.teacher_init else None
+    if args.ref_every and not reference:
+        reference = teaching.Teacher(model)  # ema 0: a frozen copy
     if args.teacher_init:
         teaching.mix_checkpoint(teacher.model, common.load_weights(args.teacher_init),
                                 args.teacher_init_mix)
     # ==== end ====
+    # each once, as they may be one, and in one order on all ranks, since they shard together
     for copy in dict.fromkeys(copy for copy in (teacher, reference) if copy):
         copy.model = ranks.distribute(copy.model, args, device, train=False)
     model = ranks.distribute(model, args, device)
@@ -188,7 +194,7 @@ def main(args, bar=None):
                 pad_sequence([masks[i] for i in mini], batch_first=True), args.agg, torch.float64)
             weights = dict(zip(mini, weights, strict=True))  # row -> (T,)
             learning = [i for i in mini if learns[i]]
-            total, anything = ranks.all_sum([share, len(learning)])
+            total, learners = ranks.all_sum([share, len(learning)])
             for micro in packing.micro_batches(
                     model, learning, passes, responses, budget, pack):
                 row, label, old, sampled, weight, keep = packing.tokens(
@@ -200,23 +206,23 @@ def main(args, bar=None):
                         teacher.model, micro, teacher_prompts, responses, pack)[keep]
 
                 def token_loss(logits, at):  # (c, V) of the tokens `at`, (c,) -> (c,)
-                    student = losses.log_softmax(logits)  # (c, V)
+                    log_s = losses.log_softmax(logits)  # (c, V), of the student
                     with torch.no_grad():
-                        taught = losses.log_softmax(
+                        log_t = losses.log_softmax(
                             packing.head(teacher.model, teacher_hidden[at]))  # (c, V)
                     ratio = losses.importance_weight(
-                        losses.at_labels(student, label[at]), sampled[at], args.is_clip)
+                        losses.at_labels(log_s, label[at]), sampled[at], args.is_clip)
                     jsd = losses.generalized_jsd(
-                        student, taught, args.beta, args.topk, args.tail, normalized=True)
+                        log_s, log_t, args.beta, args.topk, args.tail, normalized=True)
                     logbook.tally(sums, jsd=jsd, is_weight=ratio,
-                                 teacher_entropy=losses.entropy(taught))
+                                  teacher_entropy=losses.entropy(log_t))
                     return ratio * jsd * weight[at]
                 # ==== end ====
                 loss = packing.head_loss(model, hidden, token_loss) / total
                 (loss * ranks.world()).backward()  # as gradients are averaged over ranks
-                sums["loss"][0] += loss.item()
+                sums["loss"][0] += loss.item()  # log_line knows of how many steps
             norms.append(ranks.optimizer_step(
-                model, optimizer, args, step, anything > 0, sums["loss"][0], batch))
+                model, optimizer, args, step, learners > 0, sums["loss"][0], batch))
         # ==== the algorithm's own: the teacher follows ====
         teacher.update(model, step)
         # ==== end ====
@@ -229,12 +235,12 @@ def main(args, bar=None):
             line["eval"] = held_out(sampler, step)
             state = eval.best(state, line)
         log.write(line, logbook.samples(tokenizer, rollouts, rewards, passes))
-        stop = logbook.asked_to_stop()
+        stop = log.asked_to_stop()
         if stop or step in (args.steps, state.get("best_step")) or (
                 args.save_every and step % args.save_every == 0):
             checkpoint.save(args, step, model, tokenizer, optimizer, teacher, state)
         if stop:
-            logbook.leave(args, step)
+            log.leave(step)
     return log.close()
 
 

@@ -427,7 +427,7 @@ def test_watch():
         assert bool(told) == (step == 10)
     for change, kind, steps in (({"reward": 0.0}, "reward", 4), ({"artifact": 0.9}, "n-gram", 1),
                                 ({"boxed": 9.0}, "boxed", 1), ({"jsd": 1e-4}, "jsd", 1),
-                                ({"skipped": True, "grad_norm": 0.0}, "nothing to learn", 50)):
+                                ({"skipped": True, "grad_norm": None}, "nothing to learn", 50)):
         state = {}
         assert not any(logbook.watch(state, {**line, "step": step}) for step in range(20))
         told = [logbook.watch(state, {**line, **change, "step": 20 + i}) for i in range(60)]

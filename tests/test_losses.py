@@ -371,8 +371,7 @@ def test_excluded_positions_leak_nothing(poison):
     dirty_old = torch.cat([old, junk], 1)
     total = []
     for x, o, m in ((clean, old, mask[:, :2]), (dirty, dirty_old, mask)):
-        per_token = L.policy_gradient_loss(x, o, a, m) + 0.1 * L.kl_k3(x, o, m)
-        total.append(L.token_mean(per_token * L.importance_weight(x, o, 2.0, m), m))
+        total.append(L.token_mean(L.policy_gradient_loss(x, o, a, m), m))
         total[-1].backward()
         assert not L.clipped_tokens(x, o, a, m)[:, 2:].any()
     assert total[0].item() == pytest.approx(total[1].item(), rel=1e-12)
@@ -427,14 +426,15 @@ def test_aggregation_does_not_depend_on_the_split(agg):
         L.aggregate_weights(mask, "mean")
 
 
-def test_random_keep_is_keyed_by_its_generator():
-    def draw(n, p, seed):
-        return L.random_keep(n, p, torch.Generator().manual_seed(seed))
-
-    assert torch.equal(draw(50, 0.5, 1), draw(50, 0.5, 1))
-    assert not torch.equal(draw(50, 0.5, 1), draw(50, 0.5, 2))
-    assert draw(20000, 0.3, 0).float().mean().item() == pytest.approx(0.7, abs=0.01)
-    assert draw(50, 0.0, 0).all() and not draw(50, 1.0, 0).any()
+def test_flat_tokens_are_rows_of_one():
+    generator = torch.Generator().manual_seed(1)
+    lp, old = (-torch.rand(40, generator=generator, dtype=F64) for _ in range(2))
+    a = torch.randn(40, generator=generator, dtype=F64).round()          # some are 0
+    ones = torch.ones(40, 1)
+    rows = lp[:, None], old[:, None], a, ones
+    assert torch.equal(L.policy_gradient_loss(lp, old, a), L.policy_gradient_loss(*rows)[:, 0])
+    cut = L.clipped_tokens(lp, old, a)
+    assert torch.equal(cut, L.clipped_tokens(*rows)[:, 0]) and cut.any() and not cut[a == 0].any()
 
 
 def test_inputs_are_never_modified():
@@ -449,9 +449,9 @@ def test_inputs_are_never_modified():
     for beta in BETAS:
         for topk, tail in ((0, True), (2, True), (2, False)):
             L.generalized_jsd(s, t, beta, topk, tail)
-    L.logprobs_and_entropy(s, labels), L.group_advantages(r, 2), L.kl_k3(lp, old, mask)
+    L.logprobs_and_entropy(s, labels), L.group_advantages(r, 2), L.kl_k3(lp, old)
     L.policy_gradient_loss(lp, old, a, mask), L.clipped_tokens(lp, old, a, mask)
-    L.importance_weight(lp, old, 2.0, mask), L.token_mean(lp, mask)
+    L.importance_weight(lp, old, 2.0), L.token_mean(lp, mask)
     L.aggregate_weights(mask, "seq")
     assert all(torch.equal(x, y) for x, y in zip(inputs, before))
 
@@ -737,7 +737,7 @@ def test_trl_grpo_agrees(trl, agg, loss_type):
     a = torch.tensor([1.2, -0.4, 0.0, -0.8])
 
     def mine(x, mask=mask):
-        per_token = L.policy_gradient_loss(x, old, a, mask) + 0.1 * L.kl_k3(x, ref, mask)
+        per_token = L.policy_gradient_loss(x, old, a, mask) + 0.1 * L.kl_k3(x, ref)
         weights, share = L.aggregate_weights(mask, agg)
         return (weights * per_token).sum() / share
 

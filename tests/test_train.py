@@ -293,7 +293,7 @@ def test_a_rank_without_rows(jobs, script, run):
         assert torch.equal(tensor.float(), start[name])
     assert jobs.seen(f"{script}-all-{run}")["grads"] == []
     for line in jobs.log(f"{script}-all-{run}"):
-        assert line["skipped"] and line["grad_norm"] == 0 and line["loss"] is None
+        assert line["skipped"] and line["grad_norm"] is None and line["loss"] is None
         assert line["teacher_age"] == (0 if script == "train_sdpo" else None)
 
 
