@@ -295,7 +295,7 @@ def read(name, own, tokenizer, args):
     task, source, split = data.BENCHMARKS[name][:3] if name in data.BENCHMARKS else (
         name, data.TASKS[name].TRAIN, "train")
     rows = evaluation.read(data.TASKS[task], own or source, split, tokenizer, args, limit=0)
-    order = torch.randperm(len(rows), generator=rollout.keyed_generator("rows", args.seed, name))
+    order = torch.randperm(len(rows), generator=ranks.keyed_generator("rows", args.seed, name))
     rows = [rows[i] for i in order[:args.limit or None].tolist()]
     return data.TASKS[task], rows or common.fail(f"--prompts {name}: none fits in --max_prompt")
 

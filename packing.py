@@ -13,6 +13,8 @@ A plain batch runs [prompt, response] for each of the G siblings of a prompt, an
   gradient of the hidden states, so that no (tokens, V) tensor outlives its chunk. The sum of the
   chunks' gradients is the gradient of the sum.
 
+`probe` sets model.states, .can_pack and .plain_head, which say what a model can take.
+
 Legend: S rows after packing, L their length, n response tokens of a micro-batch, flat, row after
 row, without padding, c tokens of a chunk, D hidden size, V vocabulary.
 """
@@ -37,15 +39,18 @@ def compute(model):
 # ---- from rows to hidden states ------------------------------------------------------------------
 
 def families(prompts):
-    """Prompts that begin alike: {row: token ids} -> [(shared, branches)], how many first tokens the
-    prompts of a family have in common, half of the shorter of two or more, and its rows, a list for
-    each distinct prompt. The teacher's prompts for one question differ in their demonstration."""
+    """Prompts that begin alike, as the teacher's do: one question, several demonstrations.
+
+    {row: token ids} -> [(shared, branches)]: how many first tokens a family's prompts share, and
+    its rows, a list for each distinct prompt. A prompt joins a family if they share at least half
+    of the shorter one.
+    """
     branches, found = {}, []
     for row, prompt in prompts.items():
         branches.setdefault(tuple(prompt), []).append(row)
     for prompt, rows in branches.items():
         for family in found:
-            start = os.path.commonprefix([family[0], prompt])
+            start = os.path.commonprefix([family[0], prompt])  # of any two sequences
             if 2 * len(start) >= min(len(family[0]), len(prompt)):
                 family[0] = start
                 family[1].append(rows)
@@ -55,19 +60,20 @@ def families(prompts):
     return [(len(start), rows) for start, rows in found]
 
 
-def arrange(prompts, responses, pack, worth=float("inf")):
+def arrange(prompts, responses, pack, pairs=float("inf")):
     """How rows share prompts: [(tokens, shared, branches)], as `families` has them. prompts,
     responses: {row: token ids}, or lists of them.
 
-    worth: how many pairs of tokens, masked ones too, are attended in the time of one token's other
-    layers. Long responses beside each other hide more pairs than a shared prompt saves tokens.
+    A shared prompt saves tokens, but attention also computes the pairs of tokens that its mask
+    hides; `pairs` of them take the time of a token's other layers. Each family is laid out in the
+    cheapest of three ways: as a tree, with a row a prompt, with a row a response.
     """
     def part(shared, branches):
         return (shared + sum(len(prompts[rows[0]]) - shared for rows in branches)
                 + sum(len(responses[i]) - 1 for rows in branches for i in rows)), shared, branches
 
     def cost(parts):
-        return sum(size * (1 + size / worth) for size, *_ in parts)
+        return sum(size * (1 + size / pairs) for size, *_ in parts)
 
     found = []
     for shared, branches in families(prompts):
@@ -77,21 +83,31 @@ def arrange(prompts, responses, pack, worth=float("inf")):
     return found
 
 
-def layout(prompts, responses, pack, device="cpu", worth=float("inf")):
+def layout(prompts, responses, pack, device="cpu", pairs=float("inf")):
     """Lay rows out for one forward pass.
 
     prompts, responses: lists of token ids, one of each a row. Returns input_ids and position_ids
     (S, L); a boolean mask (S, 1, L, L), or None where it would be the causal one; and index (n,):
     where in the flattened (S * L) positions the prediction of each response token stands.
+
+    A token belongs to a segment: the shared beginning q, the rest d of a prompt, a response r. It
+    sees what came before it in its own segment, its branch's and its root's. One question, two
+    demonstrations d and e, three responses:
+
+        token     q q  d d  r r r  r r  e e e  r r
+        own       1 1  2 2  3 3 3  4 4  5 5 5  6 6
+        branch    1 1  2 2  2 2 2  2 2  5 5 5  5 5
+        root      1 1  1 1  1 1 1  1 1  1 1 1  1 1
+        position  0 1  2 3  4 5 6  4 5  2 3 4  5 6
     """
-    parts = arrange(dict(enumerate(prompts)), responses, pack, worth)
+    parts = arrange(dict(enumerate(prompts)), responses, pack, pairs)
     together, width = len(parts) < len(prompts), max(size for size, *_ in parts)
     packed, places, segment = [], {}, 0
 
-    def put(ids, position, *above):  # a segment, which sees itself and those above it
+    def put(ids, position, branch=None, root=None):  # a segment; it is its own where none is given
         nonlocal segment
         segment += 1
-        seen = (segment, *above, segment, segment)[:3]  # own, branch, root; itself for one missing
+        seen = segment, branch or segment, root or segment
         row.extend((token, position + k, *seen) for k, token in enumerate(ids))
         return segment
 
@@ -105,7 +121,7 @@ def layout(prompts, responses, pack, device="cpu", worth=float("inf")):
         end = len(row) - 1
         for rows in branches:
             prompt = prompts[rows[0]]
-            branch = put(prompt[shared:], shared, root)
+            branch = put(prompt[shared:], shared, root=root)
             last = len(row) - 1 if len(prompt) > shared else end
             for i in rows:
                 # the prompt's last position predicts token 1, that of token t - 1 predicts token t:
@@ -124,8 +140,8 @@ def layout(prompts, responses, pack, device="cpu", worth=float("inf")):
     return input_ids, position_ids, mask, index.to(device)
 
 
-def worth(model):
-    """`arrange`'s, of a Llama: a layer takes 24 D^2 FLOPs for a token and 4 D for a pair."""
+def pairs_per_token(model):
+    """Of `arrange`. With a feed-forward of 4 D, a layer takes 24 D^2 FLOPs a token, 4 D a pair."""
     return 6 * model.config.get_text_config().hidden_size
 
 
@@ -139,7 +155,7 @@ def response_hidden(model, rows, prompts, responses, pack=True):
     """
     prompts, responses = ([x[i] for i in rows] or [[0]] for x in (prompts, responses))
     input_ids, position_ids, mask, index = layout(
-        prompts, responses, pack and model.can_pack, model.device, worth(model))
+        prompts, responses, pack and model.can_pack, model.device, pairs_per_token(model))
     with compute(model):
         states = model.states(input_ids=input_ids, position_ids=position_ids,
                               attention_mask=mask, use_cache=False)  # (S, L, D)
@@ -232,8 +248,9 @@ def micro_batches(model, rows, passes, responses, tokens_per_micro, pack=True):
     def cost(rows):
         most = 0
         for prompts in passes:
-            sizes = [size for size, *_ in arrange(
-                {i: prompts[i] for i in rows}, responses, pack and model.can_pack, worth(model))]
+            parts = arrange({i: prompts[i] for i in rows}, responses, pack and model.can_pack,
+                            pairs_per_token(model))
+            sizes = [size for size, *_ in parts]
             padded = len(sizes) * max(sizes, default=0)
             most = max(most, sum(sizes) if len(sizes) < len(rows) else padded)
         return most
@@ -280,7 +297,8 @@ def tokens(rows, rollouts, masks, weights, device):
 def probe(model):
     """Find out on ten tokens what an architecture can do, and note it on the model: `plain_head`
     (logits are one linear layer of the last hidden states), `can_pack` (position ids and a 4-D mask
-    are honoured). Returns one line on what takes the plain path instead, or ""."""
+    are honoured); `states` is the forward pass up to that head. Returns one line on what takes the
+    plain path instead, or ""."""
     def run(pack):
         hidden = response_hidden(model, [0, 1], [[1, 2, 3, 4]] * 2, [[5, 6, 7], [8, 9]], pack)
         return head(model, hidden).float()

@@ -8,6 +8,7 @@ and a rank without a row adds zeros. `--fsdp on` shards weights, gradients and o
 """
 import contextlib
 import datetime
+import hashlib
 import os
 
 import torch
@@ -43,6 +44,13 @@ def setup(args):
     if args.tiny:
         torch.set_num_threads(1)  # so small a model only waits for a second thread
     return device
+
+
+def keyed_generator(*key):
+    """A CPU generator that is a function of its key, say ("sample", seed, step, row), and of
+    nothing else: the same on any number of ranks, and in a run that was resumed."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def all_sum(values):

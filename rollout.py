@@ -11,7 +11,6 @@ With --rollout vllm another engine draws the tokens, from the same distribution 
 trainer's own log-probabilities and the entropies then take a pass of their own (`rescore`).
 """
 import functools
-import hashlib
 import inspect
 import json
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from transformers.cache_utils import DynamicLayer
 import losses
 import packing
 from common import fail
-from ranks import all_sum, gathered
+from ranks import all_sum, gathered, keyed_generator
 
 
 @dataclass
@@ -41,13 +40,6 @@ class Rollout:
 
     def __post_init__(self):
         self.old = self.logprobs if self.old is None else self.old
-
-
-def keyed_generator(*key):
-    """A CPU generator that is a function of its key, say ("sample", seed, step, row), and of
-    nothing else."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 # ---- text and tokens -----------------------------------------------------------------------------
@@ -82,7 +74,8 @@ def pick(logits, uniform, temperature=1.0, top_p=1.0):
     """Draw one token a row by the inverse CDF. logits (B, V), uniform (B,) in [0, 1).
 
     Returns token, log-probability and entropy, (B,) each, of softmax(logits / temperature), cut to
-    the fewest tokens that hold a mass of top_p and renormalised. Temperature 0 takes the largest.
+    the fewest tokens that hold a mass of top_p and renormalised. Temperature 0 takes the largest,
+    and gives its log-probability at temperature 1.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logprobs = torch.log_softmax(logits / (temperature or 1.0), -1)
@@ -109,10 +102,10 @@ class Growing(DynamicLayer):
         n, new = self.get_seq_length(), torch.stack([keys, values])  # (2, R, KV, 1, d)
         self.buffer = self.buffer if n else new[:, :, :, :0]
         if n == self.buffer.shape[3]:
-            more = new.expand(-1, -1, -1, max(n, 32), -1)
-            self.buffer, self.is_initialized = torch.cat([self.buffer, more], 3), True
+            room = new.new_empty(*new.shape[:3], max(n, 32), new.shape[4])
+            self.buffer, self.is_initialized = torch.cat([self.buffer, room], 3), True
         self.buffer[:, :, :, n:n + 1] = new
-        self.keys, self.values = self.buffer[:, :, :, :n + 1]
+        self.keys, self.values = self.buffer[:, :, :, :n + 1]  # along the first dimension
         return self.keys, self.values
 
     def batch_select_indices(self, going):
@@ -144,13 +137,13 @@ class SharedPrompts:
             self.layers = [(keys[live], values[live]) for keys, values in self.layers]
             self.padding = self.padding[live]
 
-    def gather(self, rows):
+    def by_prompt(self, rows):
         """(R, KV, r, x) -> (S, KV, G * r, x), with 0 for siblings that have left."""
         grid = rows.new_zeros(len(self.padding) * self.group, *rows.shape[1:])
         grid[self.place] = rows
         return grid.unflatten(0, (-1, self.group)).transpose(1, 2).flatten(2, 3)
 
-    def scatter(self, grid):
+    def by_row(self, grid):
         """The way back."""
         return grid.unflatten(2, (self.group, -1)).transpose(1, 2).flatten(0, 1)[self.place]
 
@@ -158,11 +151,11 @@ class SharedPrompts:
         """query (R, H, 1, d), key and value (R, KV, t, d) of the row's own tokens: (R, 1, H, d)."""
         keys, values = self.layers[layer]
         query = query.unflatten(1, (key.shape[1], -1)).squeeze(3) * scaling  # (R, KV, r, d)
-        prompt = (self.gather(query) @ keys.mT).masked_fill_(self.padding, -torch.inf)
-        scores = torch.cat([self.scatter(prompt), query @ key.mT], -1)  # (R, KV, r, P + t)
+        prompt = (self.by_prompt(query) @ keys.mT).masked_fill_(self.padding, -torch.inf)
+        scores = torch.cat([self.by_row(prompt), query @ key.mT], -1)  # (R, KV, r, P + t)
         weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
         prompt, own = weights.to(value.dtype).split([keys.shape[2], key.shape[2]], -1)
-        out = self.scatter(self.gather(prompt) @ values) + own @ value
+        out = self.by_row(self.by_prompt(prompt) @ values) + own @ value
         return out.flatten(1, 2)[:, None]
 
 
@@ -276,11 +269,13 @@ def logprobs(model, rollouts, tokens_per_micro, pack=True):
         label = torch.tensor([t for i in rows for t in responses[i]], device=hidden.device).long()
         parts = [losses.logprobs_and_entropy(packing.head(model, h), y)
                  for h, y in zip(hidden.split(size), label.split(size), strict=True)]
-        columns = [torch.cat(part).cpu() for part in zip(*parts, strict=True)]
-        lengths = [len(responses[i]) for i in rows]
-        for i, *row in zip(rows, *(c.split(lengths) for c in columns if rows), strict=bool(rows)):
-            out[i] = row
+        if rows:
+            lengths = [len(responses[i]) for i in rows]
+            columns = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
+            for i, *pair in zip(rows, *(x.split(lengths) for x in columns), strict=True):
+                out[i] = pair
     return tuple(zip(*out, strict=True))
+
 
 # ---- sampling by the engine that --rollout names -------------------------------------------------
 

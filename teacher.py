@@ -9,12 +9,17 @@ said about the row's own attempt. Its weights phi start as the student's theta; 
 """
 
 import copy
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from data.thinking import response_for_demo, strip_thinking, think_mask  # noqa: F401, of a response
+from data.thinking import (  # noqa: F401, SPEC names them here, data/ uses them too
+    response_for_demo,
+    strip_thinking,
+    think_mask,
+)
 
 DEMONSTRATION_HEADING = "Here is a correct solution:"
 FEEDBACK_HEADING = "Feedback on your earlier attempt:"
@@ -62,7 +67,8 @@ class Teacher:
     @torch.no_grad()
     def update(self, student: nn.Module, step: int) -> None:
         """Moves `.model` in place towards the student. Call it after every step, skipped or not."""
-        for model in (self.model, student):         # FSDP: give up what a forward pass gathered
+        for model in (self.model, student):         # FSDP: a forward pass without gradient leaves
+                                                    # the root whole, through the next sampling
             if hasattr(model, "reshard"):
                 model.reshard()
         rate = self.rate(step)
@@ -150,19 +156,11 @@ def teacher_prompt_ids(encode: Callable[[list[dict]], list[int]], messages: list
     ids = encode(teacher_messages(messages, *texts))
     if len(ids) <= limit:
         return ids, False
-    for k, whole in enumerate(list(texts)):
-        fits, high, best = 0, len(whole), None      # of `whole`, `high` characters do not fit
-        while high - fits > 1:
-            texts[k] = whole[:(fits + high) // 2]
-            ids = encode(teacher_messages(messages, *texts))
-            if len(ids) <= limit:
-                fits, best = len(texts[k]), ids
-            else:
-                high = len(texts[k])
-        if best is not None:
-            return best, True
-        texts[k] = ""
-        ids = encode(teacher_messages(messages, *texts))
-        if len(ids) <= limit and any(texts):
-            return ids, True
+    for k, whole in enumerate(texts):
+        def shown(n, k=k, whole=whole):             # the prompt with n characters of this text
+            return encode(teacher_messages(messages, *texts[:k], whole[:n], *texts[k + 1:]))
+        n = bisect_right(range(len(whole)), limit, key=lambda n, f=shown: len(f(n))) - 1  # that fit
+        texts[k] = whole[:max(n, 0)]
+        if n >= 0 and any(texts):
+            return shown(n), True
     return None, True

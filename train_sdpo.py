@@ -101,7 +101,7 @@ def targets(args, task, tokenizer, batch, rollouts, rewards, feedback, step):
         first, opened, encoded = g * args.group, bool(row["opened"]), {}
         picks = teaching.pick_demonstrations(
             rewards[first:first + args.group], args.group, args.success,
-            rollout.keyed_generator("demonstration", args.seed, step, number))
+            ranks.keyed_generator("demonstration", args.seed, step, number))
         for i, pick in enumerate(picks, first):  # of row i: which sibling
             demonstration = None if pick is None else teaching.response_for_demo(
                 rollouts[first + pick].text, tags, args.demo_cot, opened, special)
@@ -116,7 +116,7 @@ def targets(args, task, tokenizer, batch, rollouts, rewards, feedback, step):
             if not args.loss_cot and (opened or any(tag in r.text for tag in tags)):
                 pieces = [tokenizer.decode([token]) for token in r.ids]
                 keep &= torch.tensor(teaching.think_mask(pieces, tags, opened))
-            drawn = rollout.keyed_generator("mask", args.seed, step, r.row)
+            drawn = ranks.keyed_generator("mask", args.seed, step, r.row)
             keep &= torch.rand(len(keep), generator=drawn) >= args.mask_ratio
             teacher_prompts.append(prompt)
             masks.append(keep)

@@ -14,8 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from common import fail
-from ranks import gather, rank
-from rollout import Rollout, decode, keyed_generator, stop_ids
+from ranks import gather, keyed_generator, rank
+from rollout import Rollout, decode, stop_ids
 
 
 @functools.cache  # stages of a sequence and models to compare share it

@@ -75,10 +75,10 @@ def test_layout_of_prompts_that_begin_alike():
     assert mask[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0],
         [1, 1, 0, 0, 1, 0], [1, 1, 0, 0, 0, 1]]
-    ids, _, mask, _ = packing.layout(*given, pack=True, worth=1e-9)  # as if pairs cost all the time
+    ids, _, mask, _ = packing.layout(*given, pack=True, pairs=1e-9)  # as if pairs cost all the time
     assert mask is None and len(ids) == 3
     long = [list(range(9)), list(range(9))], [[1] * 20, [2] * 20]
-    shapes = [len(packing.layout(*long, pack=True, worth=w)[0]) for w in (10, 100)]
+    shapes = [len(packing.layout(*long, pack=True, pairs=w)[0]) for w in (10, 100)]
     assert shapes == [2, 1]  # 47 tokens and 47^2 pairs, or 56 tokens and 2 x 28^2 pairs
 
 
@@ -203,7 +203,7 @@ def test_micro_batches(budget, monkeypatch):
     """Each row once; within the budget unless a row alone exceeds it; siblings together if they
     fit; the larger of student and teacher pass counts, a shared prompt once."""
     net, generator = model("llama"), torch.Generator().manual_seed(budget)
-    monkeypatch.setattr(packing, "worth", lambda net: float("inf"))
+    monkeypatch.setattr(packing, "pairs_per_token", lambda net: float("inf"))
     prompts = [[i // 4] * (3 + 5 * (i // 4)) for i in range(16)]  # 4 groups, prompts of 3 to 18
     seen = [[100 + i] * (i if i % 3 else 0) or None for i in range(16)]  # some rows are no target
     responses = [[7] * int(torch.randint(1, 9, (), generator=generator)) for _ in range(16)]
@@ -236,7 +236,7 @@ def test_micro_batches(budget, monkeypatch):
 def test_a_micro_batch_holds_what_is_fed(pack, shape, monkeypatch):
     """Also on the plain path, with its padding, and where sharing is not worth it."""
     net, (prompt, most), draw = model("llama"), shape, torch.Generator().manual_seed(0)
-    monkeypatch.setattr(packing, "worth", lambda net: 60)
+    monkeypatch.setattr(packing, "pairs_per_token", lambda net: 60)
     prompts = [[i // 4] * prompt for i in range(16)]
     responses = [[7] * int(n) for n in torch.randint(1, most, (16,), generator=draw)]
     fed = []
