@@ -17,13 +17,12 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common import fail
-from ranks import rank
+from ranks import barrier, gather, rank
 
 # ---- write ---------------------------------------------------------------------------------------
 
@@ -43,8 +42,7 @@ def save(args, step, model, tokenizer, optimizer, teacher, state):
         except (OSError, SafetensorError) as error:  # disk full, read-only
             shutil.rmtree(aside, ignore_errors=True)
             fail(f"{folder}: cannot be written ({error}); the older checkpoints are whole")
-    if dist.is_initialized():
-        dist.barrier()
+    barrier()
 
 
 def _write(args, folder, aside, model, tokenizer, weights, moments, average, state):
@@ -110,14 +108,16 @@ def _sha256(path):
 
 # ---- read ----------------------------------------------------------------------------------------
 
-def fault(folder):
-    """What is wrong with a checkpoint, by its manifest; "" where nothing is."""
+def fault(folder, model_only=False):
+    """What is wrong with a checkpoint, or with its model, by its manifest; "" where nothing is."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
     except (OSError, ValueError) as error:
         return f"manifest.json: {error}"
     for name, (size, digest) in manifest.items():
         path = folder / name
+        if model_only and name.startswith("trainer"):  # older trainer states are deleted
+            continue
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != size or _sha256(path) != digest:
@@ -126,19 +126,17 @@ def fault(folder):
 
 
 def newest(out):
-    """The newest whole checkpoint with a trainer state, or None where no step was saved; broken
-    ones are named. Exits with 2 where all are broken: to start again would cost the log."""
+    """(The newest whole checkpoint with a trainer state, or None; what is wrong with it or those
+    after it, each named on stderr, or "")."""
     wrong, folders = "", sorted(Path(out).glob("ckpt-*"), reverse=True)
     for folder in folders:
         if folder == folders[0] or (folder / "trainer").is_dir():  # older states are deleted
-            wrong = fault(folder)
-            if not wrong:
-                return folder
-            if rank() == 0:
-                print(f"{folder}: {wrong}; taking the one before", file=sys.stderr)
-    if wrong:
-        fail(f"--resume {out}: no checkpoint of it is whole; delete the folder to start again")
-    return None
+            found = fault(folder)
+            if not found:
+                return folder, wrong
+            wrong = f"{folder}: {found}"
+            print(f"{wrong}; looking for an older one", file=sys.stderr)
+    return None, wrong
 
 
 @torch.no_grad()
@@ -146,8 +144,12 @@ def resume(args, model, optimizer, teacher):
     """Put the newest checkpoint of the run folder args.resume into model, optimizer and teacher,
     and return its state: {"step": 0} where there is none, or no folder to resume; the optimizer
     then starts with the moments of args.optimizer_init."""
-    out = args.resume
-    folder = newest(out) if out else None
+    out, folder = args.resume, None
+    if out:  # one rank reads it all through, for its checksums
+        ((folder, wrong),) = gather([newest(out)] if rank() == 0 else [])
+        if wrong and not folder:  # to start again would cost the log
+            fail(f"--resume {out}: no checkpoint with a trainer state is whole; delete the folder "
+                 "to start again")
     if folder is None:
         if args.optimizer_init:
             _load_moments(Path(args.optimizer_init), model, optimizer)

@@ -79,13 +79,6 @@ def sampling_engine(text):
     return text
 
 
-def ranks_that_share(text):
-    """The argparse type of --tp: a divisor of the number of ranks."""
-    if int(text) < 1 or world() % int(text):
-        raise argparse.ArgumentTypeError(f"{text}: must divide the {world()} ranks")
-    return int(text)
-
-
 def require_files(parser, args, *names):
     """Refuse a file that is not there; a hub id or a folder shows when it loads."""
     for name in names:
@@ -93,6 +86,14 @@ def require_files(parser, args, *names):
         for path in value if isinstance(value, list) else [value]:
             if path.endswith((".jsonl", ".gguf")) and not Path(path).is_file():
                 parser.error(f"--{name} {path}: there is no such file")
+
+
+def check_ranks(parser, args):
+    """Refuse what the number of ranks does not allow."""
+    if args.fsdp == "on" and "RANK" not in os.environ:
+        parser.error("--fsdp on: needs ranks; start the script with torchrun")
+    if world() % args.tp:
+        parser.error(f"--tp {args.tp}: must divide the {world()} ranks")
 
 
 def add_run_args(parser, lr, updates):
@@ -103,11 +104,8 @@ def add_run_args(parser, lr, updates):
     add("--task", default="math", help="math, science, tooluse, coding, logic, knowledge")
     add("--data", help="short name, hub id, .jsonl file, tiny (default: the paper's training set)")
     add("--eval_data", help="the same, to evaluate on (default: the task's own benchmarks)")
-    add("--skip_bad", action="store_true", help="leave rows that cannot be read out; count them")
     add("--tiny", action="store_true", help="laptop scale: model, data, lengths, batch, steps, lr")
-    add("--think", action="store_true", help="the chat template's thinking switch, everywhere")
-    add("--max_prompt", type=count, default=2048, help="longer prompts are dropped and counted")
-    add("--max_new", type=count, default=8192, help="longest response, in tokens")
+    add_length_args(add)
     add = parser.add_argument_group("batch and optimizer").add_argument
     add("--steps", type=count, default=50, help="batches of rollouts")
     add("--prompts", type=count, default=32, help="prompts a step, over all ranks")
@@ -116,13 +114,13 @@ def add_run_args(parser, lr, updates):
     add("--lr", type=real, default=lr, help="learning rate, constant after the warm-up")
     add("--warmup", type=whole, default=10, help="steps of linear warm-up")
     add("--weight_decay", type=real, default=0.01, help="of AdamW")
-    add("--grad_clip", type=real, default=1.0, help="largest gradient norm (0: any)")
+    add("--grad_clip", type=real, default=1.0, help="largest gradient norm (0: no clipping)")
     add("--optimizer_init", metavar="CKPT", help="start with the moments of this checkpoint")
     add = parser.add_argument_group("machine").add_argument
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="compute (auto: bf16 on CUDA)")
     add("--param_dtype", default="float32", choices=DTYPES, help="weights as kept and updated")
-    add("--fsdp", default="auto", choices=["auto", "on", "off"], help="shard over the ranks")
-    add_rollout_args(add)
+    add_rank_args(add)
+    add_engine_args(add)
     add("--tokens_per_micro", type=count, default=16384, help="tokens in one forward pass")
     add("--no_pack", action="store_true", help="the plain path: siblings share no prompt")
     add("--checkpoint_activations", action="store_true", help="recompute them (CUDA FSDP: always)")
@@ -142,20 +140,36 @@ def add_run_args(parser, lr, updates):
     add("--wandb", metavar="PROJECT", help="send the lines of log.jsonl to Weights & Biases too")
 
 
-def add_rollout_args(add):
+def add_length_args(add):
+    """What a prompt is, and how long it and a response may be: eval.py and drift.py take it too."""
+    add("--think", action="store_true", help="the chat template's thinking switch, everywhere")
+    add("--max_prompt", type=at_least(1), default=2048, help="longer prompts are dropped, counted")
+    add("--max_new", type=at_least(1), default=8192, help="longest response, in tokens")
+    add("--skip_bad", action="store_true", help="leave rows that cannot be read out; count them")
+
+
+def add_engine_args(add):
+    """How responses are sampled; eval.py and drift.py take it too."""
     add("--rollout", type=sampling_engine, default="auto", choices=["auto", "hf", "vllm"],
         help="sampling engine (auto: vllm on CUDA, where it is installed)")
     add("--vllm_memory", type=at_least(0.01, float), default=0.4,
         help="share of a GPU's memory that vLLM takes while it samples")
-    add("--tp", type=ranks_that_share, default=1, help="ranks that share one vLLM engine")
+
+
+def add_rank_args(add):
+    """How ranks share a model; eval.py takes it too."""
+    add("--fsdp", default="auto", choices=["auto", "on", "off"], help="shard over the ranks")
+    add("--tp", type=at_least(1), default=1, help="ranks that share one vLLM engine")
 
 
 def parse(parser, argv, tiny, check):
     """Parse flags over the defaults of --tiny, or over those of the run to --resume, and refuse
     what is wrong before anything loads. tiny: the script's own laptop defaults; check(args, error):
     its own conditions."""
-    args, old = parser.parse_args(argv), {}
+    args, old = parser.parse_args(argv), {}  # once for --resume and --tiny, which set defaults
     if args.resume:
+        if args.out not in (None, args.resume):
+            parser.error(f"--out {args.out}: a run goes on in its own folder, {args.resume}")
         config = Path(args.resume, "config.json")
         if not config.is_file():
             parser.error(f"--resume {args.resume}: holds no config.json; name a run's --out folder")
@@ -165,7 +179,8 @@ def parse(parser, argv, tiny, check):
             parser.error(f"--resume {args.resume}: config.json is not a run's ({error!r})")
         if old.keys() != vars(args).keys():
             other = sorted(old.keys() ^ vars(args).keys())[0]
-            parser.error(f"--resume {args.resume}: is a run of another script (flag --{other})")
+            parser.error(f"--resume {args.resume}: is a run of another script or version "
+                         f"(flag --{other})")
         parser.set_defaults(**old)
     elif args.tiny:
         own = {**TINY, **tiny}
@@ -174,8 +189,7 @@ def parse(parser, argv, tiny, check):
     if args.prompts % (args.updates * world()):
         parser.error(f"--prompts {args.prompts}: must be a multiple of --updates {args.updates} "
                      f"times {world()} ranks")
-    if args.fsdp == "on" and "RANK" not in os.environ:
-        parser.error("--fsdp on: needs ranks; start the script with torchrun")
+    check_ranks(parser, args)
     import data  # here, so that --help stays quick
     if args.task not in data.TASKS:
         parser.error(f"--task {args.task}: must be one of {', '.join(data.TASKS)}")
@@ -185,8 +199,6 @@ def parse(parser, argv, tiny, check):
     require_files(parser, args, "model", "data", "eval_data", "teacher_init")
     if args.dtype not in ("auto", "bfloat16", args.param_dtype):
         parser.error(f"--dtype {args.dtype}: must be auto, bfloat16 or as --param_dtype")
-    if world() % args.tp:
-        parser.error(f"--tp {args.tp}: must divide the {world()} ranks")
     if args.gpu_gb and not args.plan:
         parser.error("--gpu_gb: changes nothing without --plan")
     if args.wandb and importlib.util.find_spec("wandb") is None:
@@ -266,13 +278,18 @@ def load_model(name, dtype=torch.float32):
     return model, tokenizer
 
 
-def load_weights(name):
-    """{name: tensor} of a model, or of a .safetensors file such as a checkpoint's teacher."""
+def load_weights(name, model):
+    """{name: tensor} of another model, or of a .safetensors file such as a checkpoint's teacher,
+    for each parameter of `model`. Exits with 2 where a name or a shape does not match."""
     if not name.endswith(".safetensors"):
-        return load_model(name)[0].state_dict()
-    if not Path(name).is_file():
-        fail(f"--teacher_init {name}: there is no such file")
-    try:
-        return load_file(name)
-    except (OSError, SafetensorError) as error:
-        fail(f"--teacher_init {name}: {error}")
+        weights = load_model(name)[0].state_dict()
+    else:
+        try:
+            weights = load_file(name)
+        except (OSError, SafetensorError) as error:
+            fail(f"--teacher_init {name}: {error}")
+    for key, p in model.named_parameters():  # a tied weight once, under its first name
+        if key not in weights or weights[key].shape != p.shape:
+            have = tuple(weights[key].shape) if key in weights else "missing"
+            fail(f"--teacher_init {name}: {key} is {have}, where the model has {tuple(p.shape)}")
+    return weights

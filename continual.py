@@ -134,8 +134,8 @@ def main(args):
     """Do the stages and evaluations that are not there yet. Returns the report, on rank 0."""
     (stages, models), out = plan(args), Path(args.out)
     ranks.setup(stages[0])
-    done = [not checkpoint.fault(Path(m)) for m in models[1:]] if ranks.rank() == 0 else []
-    done = [*ranks.gather(done), False].index(False)  # stages that are finished
+    whole = [not checkpoint.fault(Path(m)) for m in models[1:]] if ranks.rank() == 0 else []
+    done = [*ranks.gather(whole), False].index(False)  # stages before the first that is not
     for stage in stages[done + 1:]:
         if Path(stage.out).exists():
             common.fail(f"{stage.out}: was made from {models[done + 1]}, which is not there or not "
@@ -149,7 +149,7 @@ def main(args):
         if args.base_eval and not (out / "eval-0.json").exists():
             for suffix in (".jsonl", ".json"):
                 shutil.copy(Path(args.base_eval).with_suffix(suffix), out / f"eval-0{suffix}")
-    ranks.gather([])  # nobody looks before that is done
+    ranks.barrier()  # nobody looks before that is done
     bar = tqdm(total=sum(s.steps for s in stages), initial=sum(s.steps for s in stages[:done]),
                unit="step", disable=ranks.rank() > 0 or stages[0].quiet)
     gc.freeze()  # what was imported; models lie in cycles, and their memory is wanted back
@@ -174,7 +174,7 @@ def report(args, stages, models):
         for name, cells in json.loads((out / f"eval-{k}.json").read_text())["scores"].items():
             R.setdefault(name, []).extend(cells.values())  # of one model
         for record in map(json.loads, (out / f"eval-{k}.jsonl").read_text().splitlines()):
-            own = means.setdefault(record["benchmark"], [{} for _ in models])[k]
+            own = means.setdefault(record["benchmark"], [{} for _ in models])[k]  # ids may repeat:
             own[len(own), record["id"]] = sum(record["rewards"]) / len(record["rewards"])
     scores = {name: torch.tensor([[row[prompt] for prompt in rows[0]] for row in rows],
                                  dtype=torch.float64) for name, rows in means.items()}  # (K+1, P)

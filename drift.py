@@ -24,6 +24,7 @@ import re
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
@@ -202,8 +203,7 @@ def mmd_table(sets, unbiased=False):
     pool of ALL sets. Each is cut to the n of the smallest, since the bias depends on n."""
     n = min(map(len, sets.values()))
     sets = {name: x[:n].double() for name, x in sets.items()}
-    distances = torch.pdist(torch.cat(list(sets.values()))).sort().values
-    width = (distances[(len(distances) - 1) // 2] + distances[len(distances) // 2]).item() / 2
+    width = float(np.median(torch.pdist(torch.cat(list(sets.values())))))
     return {"n": n, "width": width, "unbiased": unbiased,
             "mmd2": {a: {b: mmd2(x, y, width, unbiased) for b, y in sets.items()}
                      for a, x in sets.items()}}
@@ -250,7 +250,7 @@ def spread(values, draws=2000):
 # ---- the script ----------------------------------------------------------------------------------
 
 def get_args(argv=None):
-    parser, count, whole = common.Parser(description=__doc__), *map(common.at_least, (1, 0))
+    parser, whole = common.Parser(description=__doc__), common.at_least(0)
     add = parser.add_argument_group("what").add_argument
     add("--base", default="Qwen/Qwen3-4B", help="hub id, folder of safetensors, or tiny")
     add("--model", nargs="+", required=True, help="checkpoints that came from it, or run folders")
@@ -265,16 +265,15 @@ def get_args(argv=None):
     add("--limit", type=whole, default=64, help="prompts of a set, drawn at random (0: all)")
     add("--unbiased", action="store_true", help="MMD^2 without its diagonal terms")
     add("--embedder", help="a sentence-transformers model (default: the base's hidden states)")
-    add("--max_prompt", type=count, default=2048, help="longer prompts are dropped and counted")
-    add("--max_new", type=count, default=8192, help="longest response, in tokens")
-    add("--think", action="store_true", help="the chat template's thinking switch")
-    add("--skip_bad", action="store_true", help="leave rows that cannot be read out; count them")
+    common.add_length_args(add)
     add("--seed", type=int, default=0, help="of the samples and of what --limit draws")
-    common.add_rollout_args(add)
-    parser.set_defaults(dtype="float32", param_dtype="float32")  # of vLLM too: KL is small
+    common.add_engine_args(add)
+    parser.set_defaults(dtype="float32", param_dtype="float32", tp=1)  # of vLLM too: KL is small
     if parser.parse_args(argv).tiny:
         parser.set_defaults(**TINY)
     args = parser.parse_args(argv)
+    if ranks.world() > 1:
+        parser.error("runs in one process; start it without torchrun")
     if not 0 < args.mask_frac < 1:
         parser.error(f"--mask_frac {args.mask_frac}: must lie between 0 and 1")
     if args.embedder and not importlib.util.find_spec("sentence_transformers"):
@@ -300,35 +299,45 @@ def read(name, own, tokenizer, args):
     return data.TASKS[task], rows or common.fail(f"--prompts {name}: none fits in --max_prompt")
 
 
-def main(args):
-    """Measure, print a table, write args.out and its records. Returns what args.out holds."""
-    device, models, before = ranks.setup(args), list(dict.fromkeys(args.model)), {}
-    records = parameter_drift(args.base, models, args.rank, args.mask_frac, device=device)
-    result = {**logbook.describe(args), "weights": {}, "responses": {name: {} for name in models}}
+def summary(records):
+    """Of the records of parameter_drift: {model: {type of matrix, or "all": {measure: spread}}}."""
+    out, other = {}, ("model", "matrix", "type", "shape", "rank", "gram")
     for name, kind in dict.fromkeys((r["model"], t) for r in records for t in ("all", r["type"])):
         own = [r for r in records if r["model"] == name and kind in ("all", r["type"])]
-        result["weights"].setdefault(name, {})[kind] = {
-            key: spread([r[key] for r in own]) for key in own[0]
-            if key not in ("model", "matrix", "type", "shape", "rank", "gram")}
-    if gram := [(math.prod(r["shape"]), r["matrix"], r["rank"]) for r in records if r["gram"]]:
-        _, key, rank = min(gram)  # the smallest: there the exact route is affordable
-        w = read_weights(args.base)[key]().to(device).double()
-        result["gram_error"] = compare(*(principal(w, rank, exact=x) for x in (math.inf, 0)))
-    if args.prompts:
-        base, tokenizer = common.load_model(args.base)
-        asked = {name: read(name, own, tokenizer, args)
-                 for name, _, own in (entry.partition("=") for entry in args.prompts)}
-        embedder = functools.partial(embed, base.to(device))
-    if args.embedder:
-        from sentence_transformers import SentenceTransformer
-        encode = SentenceTransformer(args.embedder).encode
-        embedder = lambda ids: torch.as_tensor(encode(  # noqa: E731
-            [tokenizer.decode(x, skip_special_tokens=True) for x in ids])).double()
-    if len(args.prompts) > 1:
-        result["mmd"] = mmd_table({name: embedder([row["ids"] for row in rows])
-                                   for name, (_, rows) in asked.items()}, args.unbiased)
-    for model_name in [args.base, *models] if args.prompts and args.n else []:
-        model = common.load_model(model_name)[0].to(device) if before else base
+        out.setdefault(name, {})[kind] = {
+            key: spread([r[key] for r in own]) for key in own[0] if key not in other}
+    return out
+
+
+def gram_error(records, base, device):
+    """How far the Gram route is off, on the smallest matrix that took it; None if none did."""
+    taken = [(math.prod(r["shape"]), r["matrix"], r["rank"]) for r in records if r["gram"]]
+    if not taken:
+        return None
+    _, key, rank = min(taken)  # the smallest: there the exact route is affordable
+    w = read_weights(base)[key]().to(device).double()
+    return compare(*(principal(w, rank, exact=exact) for exact in (math.inf, 0)))
+
+
+def make_embedder(args, base, tokenizer):
+    """A function of lists of ids -> (N, D)."""
+    if not args.embedder:
+        return functools.partial(embed, base)
+    from sentence_transformers import SentenceTransformer
+    encode = SentenceTransformer(args.embedder).encode
+
+    def embedder(sequences):
+        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in sequences]
+        return torch.as_tensor(encode(texts)).double()
+    return embedder
+
+
+def response_drift(args, models, base, tokenizer, asked, embedder):
+    """What the models answer to the prompts `asked`, {name: (task, rows)}, beside what the base
+    does: ({model: {name: {measure: spread over prompts}}}, a record for each model and prompt)."""
+    before, means, records = {}, {}, []
+    for model_name in [args.base, *models]:
+        model = common.load_model(model_name)[0].to(base.device) if before else base
         sampler = rollout.sampler(args, model, tokenizer)
         for name, (task, rows) in asked.items():
             shape = len(rows), args.n
@@ -339,22 +348,45 @@ def main(args):
             if name not in before:  # the base, which answers first
                 before[name] = right, x
                 continue
-            (right0, y), same = before[name], F.cosine_similarity
+            right0, y = before[name]
             kl, ratio = (v.view(shape) for v in sequence_kl(model, base, rollouts))
+            cut = 1 - torch.tensor([r.finished for r in rollouts]).view(shape).double()
             columns = {**excess(kl, right, right0), "log_ratio": ratio.mean(1),
-                       "similarity": torch.where((x == y).all(-1), 1.0, same(x, y, -1)),
-                       "similarity_base": same(y, y.roll(1, 1), -1),  # of two of its own answers
-                       "frac_truncated": 1 - torch.tensor(
-                           [r.finished for r in rollouts]).view(shape).double().mean(1)}
-            result["responses"][model_name][name] = {
+                       "similarity": torch.where((x == y).all(-1), 1.0,
+                                                 F.cosine_similarity(x, y, -1)),
+                       # of two of the base's own answers
+                       "similarity_base": F.cosine_similarity(y, y.roll(1, 1), -1),
+                       "frac_truncated": cut.mean(1)}
+            means.setdefault(model_name, {})[name] = {
                 key: spread(v.view(len(rows), -1).mean(1).tolist()) for key, v in columns.items()}
             records += [{"model": model_name, "prompts": name, "id": row["id"],
                          **{key: v[i].tolist() for key, v in columns.items()}}
                         for i, row in enumerate(rows)]
-    out = Path(args.out)
+    return means, records
+
+
+def main(args):
+    """Measure, print a table, write args.out and its records. Returns what args.out holds."""
+    device, models, out = ranks.setup(args), list(dict.fromkeys(args.model)), Path(args.out)
+    records = parameter_drift(args.base, models, args.rank, args.mask_frac, device=device)
+    result = {**logbook.describe(args), "weights": summary(records),
+              "gram_error": gram_error(records, args.base, device),
+              "responses": {name: {} for name in models}}
+    if args.prompts:
+        base, tokenizer = common.load_model(args.base)
+        embedder = make_embedder(args, base.to(device), tokenizer)
+        asked = {name: read(name, own, tokenizer, args)
+                 for name, _, own in (entry.partition("=") for entry in args.prompts)}
+        if len(asked) > 1:
+            result["mmd"] = mmd_table({name: embedder([row["ids"] for row in rows])
+                                       for name, (_, rows) in asked.items()}, args.unbiased)
+        if args.n:
+            means, more = response_drift(args, models, base, tokenizer, asked, embedder)
+            result["responses"] |= means
+            records += more
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in records))
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    logbook.write_whole(out.with_suffix(".jsonl"), "".join(f"{json.dumps(r)}\n" for r in records))
+    logbook.write_json(out, result)
     for name, answered in result["responses"].items():
         for part, row in {"weights": result["weights"][name]["all"], **answered}.items():
             print(name, part, *(f"{key} {s['mean']:.3g}" for key, s in row.items() if s), sep="  ")

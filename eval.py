@@ -10,12 +10,12 @@ a benchmark gave is written when it is done; the same command goes on with those
 """
 import itertools
 import json
-import os
 import time
 from pathlib import Path
 
 from tqdm import tqdm
 
+import checkpoint
 import common
 import data
 import logbook
@@ -99,10 +99,10 @@ def add_sampling_args(add):
     """What is sampled, and how; continual.py takes these too."""
     add("--tasks", default="paper", help="paper, tiny, or benchmarks with commas between them; "
         "name=SOURCE takes its rows from a .jsonl file or hub id")
-    add("--n", type=int, default=16, help="samples to a prompt")
-    add("--temperature", type=float, default=0.6, help="0: the most likely token")
+    add("--n", type=common.at_least(1), default=16, help="samples to a prompt")
+    add("--temperature", type=common.at_least(0, float), default=0.6, help="0: the likeliest token")
     add("--top_p", type=float, default=0.95, help="1: nothing is cut off")
-    add("--limit", type=int, default=0, help="prompts of each benchmark (0: all)")
+    add("--limit", type=common.at_least(0), default=0, help="prompts of each benchmark (0: all)")
 
 
 def get_args(argv=None):
@@ -113,15 +113,11 @@ def get_args(argv=None):
     add("--tiny", action="store_true", help="the six laptop-scale benchmarks")
     add = parser.add_argument_group("how").add_argument
     add_sampling_args(add)
-    add("--think", action="store_true", help="the chat template's thinking switch")
-    add("--max_prompt", type=int, default=2048, help="longer prompts are dropped and counted")
-    add("--max_new", type=int, default=8192, help="longest response, in tokens")
-    add("--skip_bad", action="store_true", help="leave rows that cannot be read out; count them")
+    common.add_length_args(add)
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"],
         help="compute, over float32 weights (auto: bf16 on CUDA)")
-    add("--fsdp", default="auto", choices=["auto", "on", "off"],
-        help="shard the model over the ranks")
-    common.add_rollout_args(add)
+    common.add_rank_args(add)
+    common.add_engine_args(add)
     add("--seed", type=int, default=0, help="of the samples, and of what a benchmark draws")
     add("--out", default="eval.json", help="scores; the samples go to the .jsonl beside it")
     add("--overwrite", action="store_true", help="start anew where --out is there already")
@@ -144,13 +140,10 @@ def get_args(argv=None):
             parser.error(f"--tasks {name}={source}: there is no such file")
     if Path(args.out).is_dir() or Path(args.out).suffix in ("", ".jsonl"):
         parser.error(f"--out {args.out}: must name a .json file; samples go to the .jsonl beside")
-    if args.n < 1 or args.limit < 0 or args.max_new < 1 or args.max_prompt < 1:
-        parser.error("--n, --max_new, --max_prompt: must be at least 1; --limit: not negative")
-    if args.fsdp == "on" and "RANK" not in os.environ:
-        parser.error("--fsdp on: needs ranks; start the script with torchrun")
+    common.check_ranks(parser, args)
     common.require_files(parser, args, "model", "baseline")
-    if not args.temperature >= 0 or not 0 < args.top_p <= 1:
-        parser.error("--temperature: must not be negative; --top_p: must lie in (0, 1]")
+    if not 0 < args.top_p <= 1:
+        parser.error(f"--top_p {args.top_p}: must lie in (0, 1]")
     if Path(args.out).exists() and not args.overwrite:
         for name, old in same(parser, args.out, vars(args), FREE).get("weights", {}).items():
             if common.fingerprint(name) != old:
@@ -201,6 +194,10 @@ def run(args):
     missing = [key for key in keys if key not in kept]
     weights = {name: common.fingerprint(name) for name in names}
     for name, own in itertools.groupby(missing, key=lambda key: key[0]):
+        folder = common.folder(name)
+        if ranks.rank() == 0 and (folder / "manifest.json").exists() and (
+                wrong := checkpoint.fault(folder, model_only=True)):
+            common.fail(f"--model {name}: {folder}: {wrong}")
         model, tokenizer = common.load_model(name)
         model = ranks.distribute(model, args, device, train=False)
         sampler = rollout.sampler(args, model, tokenizer)
@@ -230,9 +227,8 @@ def write(args, keys, weights, scores, lines):
         table.setdefault(benchmark, {}).update(
             {name: scores[name, benchmark]} if (name, benchmark) in scores else {})
     out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.with_suffix(".jsonl.part")
-    aside.write_text("".join(line for key in keys for line in lines.get(key, [])))
-    aside.replace(out.with_suffix(".jsonl"))
+    logbook.write_whole(out.with_suffix(".jsonl"),
+                        "".join(line for key in keys for line in lines.get(key, [])))
     logbook.write_json(out, {
         **logbook.describe(args), "missing": [key for key in keys if key not in scores],
         "weights": weights, "scores": table})

@@ -71,6 +71,12 @@ def gather(items):
     return [item for part in parts for item in part]
 
 
+def barrier():
+    """Wait for all ranks."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def fills(model, room):
     """Whether --fsdp auto shards: weights, gradients, two moments, teacher and reference would take
     40% of a GPU of `room` bytes; activations and the key-value cache need the rest. In float32,

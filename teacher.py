@@ -86,19 +86,12 @@ class Teacher:
 
 
 @torch.no_grad()
-def mix_checkpoint(model: nn.Module, checkpoint: nn.Module | Mapping[str, Tensor],
-                   mix: float) -> None:
+def mix_weights(model: nn.Module, weights: Mapping[str, Tensor], mix: float) -> None:
     """phi_0 = (1-mix) theta_0 + mix CKPT (`--teacher_init CKPT --teacher_init_mix m`), in place.
 
-    checkpoint: a module or a state dict. Raises ValueError where a name or shape does not match.
+    weights: by the names of the model's parameters, of their shapes.
     """
-    if not 0 <= mix <= 1:
-        raise ValueError(f"teacher_init_mix {mix} must lie in [0, 1]")
-    weights = checkpoint.state_dict() if isinstance(checkpoint, nn.Module) else checkpoint
     for name, mine in model.named_parameters():     # a tied weight once, under its first name
-        if name not in weights or weights[name].shape != mine.shape:
-            have = tuple(weights[name].shape) if name in weights else "missing"
-            raise ValueError(f"teacher_init: {name} is {have}, the model has {tuple(mine.shape)}")
         mine.lerp_(weights[name].to(mine), mix)
 
 

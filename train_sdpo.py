@@ -145,8 +145,8 @@ def main(args, bar=None):
     if args.ref_every and not reference:
         reference = teaching.Teacher(model)  # ema 0: a frozen copy
     if args.teacher_init:
-        teaching.mix_checkpoint(teacher.model, common.load_weights(args.teacher_init),
-                                args.teacher_init_mix)
+        weights = common.load_weights(args.teacher_init, model)
+        teaching.mix_weights(teacher.model, weights, args.teacher_init_mix)
     # ==== end ====
     # each once, as they may be one, and in one order on all ranks, since they shard together
     for copy in dict.fromkeys(copy for copy in (teacher, reference) if copy):

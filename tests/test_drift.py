@@ -521,3 +521,11 @@ def test_embedder_and_run_folder(folders, tmp_path, monkeypatch):
     assert result["responses"] == {str(tmp_path / "run"): {}}  # --n 0
     assert result["weights"][str(tmp_path / "run")]["all"]["density"]["mean"] > 0.5
     assert result["mmd"]["width"] >= 1  # lengths are whole numbers
+
+
+def test_one_process(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as stop:
+        drift.get_args(["--model", "tiny"])
+    assert stop.value.code == 2 and "without torchrun" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import checkpoint
+import eval
 import logbook
 import ranks
 import train_grpo
@@ -155,17 +156,25 @@ def test_what_is_kept_beside_a_broken_checkpoint(tmp_path, capsys):
     out = tmp_path / "run"
     train_grpo.main(train_grpo.get_args([*FLAGS, "--save_every", "2", "--quiet", "--keep", "2",
                                          "--steps", "4", "--out", str(out)]))
-    os.truncate(out / "ckpt-000004" / "model.safetensors", 99)
+    weights = out / "ckpt-000004" / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # it would load
+    with pytest.raises(SystemExit) as stop:
+        eval.main(eval.get_args(["--tiny", "--tasks", "tiny_math", "--limit", "2", "--model",
+                                 str(out), "--out", str(tmp_path / "eval.json")]))
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert stop.value.code == 2 and "ckpt-000004: model.safetensors has" in told
+    os.truncate(weights, 99)
     again = ["--resume", str(out), "--steps", "3", "--keep", "1"]
     train_grpo.main(train_grpo.get_args(again))
     assert "ckpt-000004: model.safetensors has 99 bytes" in capsys.readouterr().err
-    assert checkpoint.newest(out) == out / "ckpt-000003"
+    assert checkpoint.newest(out)[0] == out / "ckpt-000003"
     shutil.rmtree(out / "ckpt-000004")
     shutil.rmtree(out / "ckpt-000003" / "trainer")
     with pytest.raises(SystemExit) as stop:
         train_grpo.main(train_grpo.get_args(again))
     told = capsys.readouterr().err.strip().splitlines()
-    assert stop.value.code == 2 and "no checkpoint of it is whole" in told[-1]
+    assert stop.value.code == 2 and "no checkpoint with a trainer state is whole" in told[-1]
     assert "ckpt-000003: trainer/" in told[-2] and len(lines(out)) == 3
 
 
@@ -186,7 +195,7 @@ def test_a_number_that_is_not_finite(place, number, tmp_path, monkeypatch):
         train_grpo.main(train_grpo.get_args([*flags, "--out", str(out)]))
     assert str(stop.value).startswith("step 2, rank 0: the loss is ")
     assert str(stop.value).endswith(", ".join(map(str, made[1])))
-    assert len(made) == 2 and checkpoint.newest(out) == out / "ckpt-000001"
+    assert len(made) == 2 and checkpoint.newest(out)[0] == out / "ckpt-000001"
 
 
 def test_torture():

@@ -327,6 +327,9 @@ def test_changed_flag_at_resume(tmp_path, capsys):
         told = capsys.readouterr().err
         assert stop.value.code == 2 and told.count("\n") == 1
         assert flags.split()[0] in told and "was started with" in told
+    with pytest.raises(SystemExit) as stop:
+        module.get_args(["--resume", str(tmp_path), "--out", "elsewhere"])
+    assert stop.value.code == 2 and "--out elsewhere: a run goes on" in capsys.readouterr().err
 
 
 # ---- help and README -----------------------------------------------------------------------------

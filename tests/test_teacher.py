@@ -10,8 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 
+import common
 import losses
 import teacher as T
 from data.thinking import THINK_TAGS
@@ -158,29 +160,34 @@ def test_teacher_refuses_rates_outside_0_1_and_other_architectures():
         T.Teacher(one(0.0), 0.1).update(nn.Linear(1, 1), 1)
 
 
-def test_mix_checkpoint():
+def test_mix_weights(tmp_path, capsys):
     torch.manual_seed(0)
     start, other = Tied(), Tied()
     other.half()
+    weights = other.state_dict()
     want = 0.7 * start.embed.weight + 0.3 * other.embed.weight.float()
-    for source in (other, other.state_dict()):
-        teacher = T.Teacher(start)
-        T.mix_checkpoint(teacher.model, source, 0.3)
-        assert torch.allclose(teacher.model.embed.weight, want)   # a tied weight: mixed once
-        assert teacher.model.head.weight is teacher.model.embed.weight
+    teacher = T.Teacher(start)
+    T.mix_weights(teacher.model, weights, 0.3)
+    assert torch.allclose(teacher.model.embed.weight, want)   # a tied weight: mixed once
+    assert teacher.model.head.weight is teacher.model.embed.weight
     untouched = T.Teacher(start)
-    T.mix_checkpoint(untouched.model, other, 0.0)
+    T.mix_weights(untouched.model, weights, 0.0)
     assert torch.equal(untouched.model.embed.weight, start.embed.weight)
-    T.mix_checkpoint(untouched.model, other, 1.0)
+    T.mix_weights(untouched.model, weights, 1.0)
     assert torch.equal(untouched.model.embed.weight, other.embed.weight.float())
-    weights = dict(other.state_dict())
-    with pytest.raises(ValueError, match="embed.weight is .12, 6."):
-        T.mix_checkpoint(start, {**weights, "embed.weight": torch.zeros(12, 6)}, 0.5)
-    del weights["body.weight_hh_l0"]
-    with pytest.raises(ValueError, match="body.weight_hh_l0 is missing"):
-        T.mix_checkpoint(start, weights, 0.5)
-    with pytest.raises(ValueError):
-        T.mix_checkpoint(start, other, 1.5)
+
+
+def test_weights_of_another_model_are_refused(tmp_path, capsys):
+    path = str(tmp_path / "teacher.safetensors")
+    weights = {name: p.detach().clone() for name, p in Tied().named_parameters()}
+    save_file(weights, path)
+    assert common.load_weights(path, Tied()).keys() == weights.keys()
+    for change, said in (({"embed.weight": torch.zeros(12, 6)}, "embed.weight is (12, 6)"),
+                         ({"body.weight_hh_l0": None}, "body.weight_hh_l0 is missing")):
+        save_file({k: v for k, v in {**weights, **change}.items() if v is not None}, path)
+        with pytest.raises(SystemExit) as stop:
+            common.load_weights(path, Tied())
+        assert stop.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_sharded_weights_are_averaged_in_place(tmp_path):

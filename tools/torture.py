@@ -332,7 +332,8 @@ def checkpoints(folder, args):
     for path in (folder / "all").glob("ckpt-*/model.safetensors"):
         truncate(path)
     yield row("every checkpoint damaged", refused(
-        Job(folder, [script[0], "--resume", folder / "all"]), "no checkpoint of it is whole"),
+        Job(folder, [script[0], "--resume", folder / "all"]),
+        "no checkpoint with a trainer state is whole"),
         began, "exit 2, each is named")
     began = time.monotonic()
     yield row("a flag changed at resume", refused(

@@ -508,7 +508,7 @@ def hostile_checkpoints(folder, canary, quick):
                        ("a header of 2^62 bytes", (1 << 62).to_bytes(8, "little") + b"{}")]:
         path.write_bytes(data)
         yield f"moments that are {name}", refusal(lambda: checkpoint._open(path))
-        yield f"a teacher that is {name}", refusal(lambda: common.load_weights(str(path)))
+        yield f"a teacher that is {name}", refusal(lambda: common.load_weights(str(path), None))
 
 
 def refusal(call, harmless=False):
