@@ -1,7 +1,7 @@
 """Multiple choice, for science, knowledge and logic: rows, and the letter that an answer names."""
 import re
 
-from data import hub, thinking
+from data import hub
 
 LETTER_ALONE = re.compile(r"[(\[{]?\s*([A-Ja-j])\s*[)\]}]?\s*[.:;,]?")
 NEXT = r"\s*(?!(?:and|or|nor)\b|[,&/(])"  # what would name a second option
@@ -43,18 +43,15 @@ def row(question: str, options: list[str], right: int, name, place: str) -> dict
 
 def boxed_letter(response: str) -> str | None:
     """The letter in the last box after the reasoning, or None."""
-    box = hub.last_boxed(thinking.after_thinking(response) or "")
+    box, _ = hub.boxed(response)
     return letter_of(box) if box else None
 
 
 def score_boxed(response: str, answer: str) -> tuple[float, str]:
     r"""1.0 if the last \boxed{..} after the reasoning names the option, else 0.0; and feedback."""
-    text = thinking.after_thinking(response)
-    if text is None:
-        return 0.0, "The reasoning was never closed, so there is no answer after it."
-    box = hub.last_boxed(text)
+    box, why = hub.boxed(response)
     if box is None:
-        return 0.0, "There is no complete \\boxed{..} in the answer."
+        return 0.0, why
     letter = letter_of(box)
     if letter is None:
         return 0.0, "The box does not hold just the letter of one option."

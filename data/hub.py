@@ -11,6 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
 
+from data import thinking
+
+# The last sentence of every mathematics and boxed multiple-choice prompt of the paper's recipe.
+BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
 # short name -> (hub id, config, split, revision). A revision stands here only where it is known;
 # None takes the hub's current one, and whoever needs the exact rows again pins it here.
 SOURCES: dict[str, tuple[str, str | None, str, str | None]] = {
@@ -44,7 +49,7 @@ _left_out: list[str] | None = None  # within skipping(): what is wrong with each
 def skipping(on: bool = True):
     """--skip_bad: rows that cannot be read are left out, and what was wrong with each is listed."""
     global _left_out
-    listed, _left_out = [], None
+    listed = []
     _left_out = listed if on else None
     try:
         yield listed
@@ -198,11 +203,16 @@ def _name(kind) -> str:
     return " or ".join("null" if k is NoneType else k.__name__ for k in kinds)
 
 
-# The last sentence of every mathematics and boxed multiple-choice prompt of the paper's recipe.
-BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-
-
 # ---- the answer in a response ----------------------------------------------------------------
+
+def boxed(response: str) -> tuple[str | None, str]:
+    r"""(what the last \boxed{..} after the reasoning holds, ""), or (None, why there is none)."""
+    text = thinking.after_thinking(response)
+    if text is None:
+        return None, "The reasoning was never closed, so there is no answer after it."
+    box = last_boxed(text)
+    return box, "There is no complete \\boxed{..} in the answer." if box is None else ""
+
 
 def last_boxed(text: str) -> str | None:
     r"""Content of the last complete \boxed{..}, braces balanced, escaped ones not counted; the

@@ -10,7 +10,7 @@ The authors' scorer sees the last 100 characters only, so that a long boxed answ
 """
 import re
 
-from data import hub, math_equal, math_workers, thinking, tiny_rows
+from data import hub, math_equal, math_workers, tiny_rows
 
 TRAIN = "dapo"
 THINK_TAGS = ("<think>", "</think>")
@@ -48,12 +48,12 @@ def load(source: str, split: str | None = None, limit: int | None = None,
     rows, seen = [], set()
     for place, row in hub.read_rows(source, [DAPO, PROCESSED, ANSWERED, AIME24, GSM8K], split):
         with hub.at(place):
+            keys = set()
             if "extra_info" in row:
                 problem, answer = _dapo(row, place)
                 keys = {" ".join(problem.split()), (re.sub(r"[\W_]+", "", problem).lower(), answer)}
                 if keys & seen:
                     continue
-                seen |= keys
                 name = row["extra_info"]["index"]
             elif "question" in row:
                 problem, name = row["question"], place
@@ -65,6 +65,7 @@ def load(source: str, split: str | None = None, limit: int | None = None,
             if not answer or not answer.strip():
                 raise hub.DataError(f"{place}: no gold answer; expected a text or integer, a "
                                     "\\boxed{..} in a solution, or #### and an integer in GSM8K")
+            seen |= keys  # now that it is kept: a copy without an answer hides no other
             rows.append({"messages": [{"role": "user", "content": problem + hub.BOXED}],
                          "answer": answer.strip(), "id": str(name)})
         if limit is not None and len(rows) == limit:
@@ -88,12 +89,9 @@ def _dapo(row: dict, place: str) -> tuple[str, str]:
 
 def score(response: str, answer: str) -> tuple[float, str]:
     """1.0 if the last box after the reasoning holds a value equal to the gold answer, else 0.0."""
-    text = thinking.after_thinking(response)
-    if text is None:
-        return 0.0, "The reasoning was never closed, so there is no answer after it."
-    box = hub.last_boxed(text)
+    box, why = hub.boxed(response)
     if box is None:
-        return 0.0, "There is no complete \\boxed{..} in the answer."
+        return 0.0, why
     box, gold = box.strip(), str(answer).strip()
     if not box:
         return 0.0, "The \\boxed{..} is empty."
@@ -110,7 +108,7 @@ def score(response: str, answer: str) -> tuple[float, str]:
 
 def answer_of(response: str) -> str | None:
     """What the last box after the reasoning holds, for maj@n; None without one."""
-    return (hub.last_boxed(thinking.after_thinking(response) or "") or "").strip() or None
+    return (hub.boxed(response)[0] or "").strip() or None
 
 
 def render(answer: str) -> str:

@@ -125,6 +125,9 @@ def test_dapo_wrapper_and_duplicates(tmp_path):
         copy("Solve $x^2-5=0$.", "2"), copy("solve $ x^{2} - 5 = 0 $", "1"),
         copy("Solve $x^2+5=0$.", "3"), copy("解 $x$", "1")]))
     assert [row["answer"] for row in kept] == ["1", "3", "1"]
+    with hub.skipping() as bad:  # a copy that is left out takes no good one with it
+        kept = math.load(write(tmp_path / "bad.jsonl", [copy("What?", text) for text in ("", "2")]))
+    assert [row["answer"] for row in kept] == ["2"] and len(bad) == 1
     for name in ("dapo_math_17k", "dapo_math_17k_processed_en") if SHARED.exists() else ():
         assert len(math.load(str(SHARED / "math" / f"{name}.sample.jsonl"))) == 24
 
@@ -232,10 +235,10 @@ def test_zebra_is_the_first_500_rows(fake_hub):
 
 
 def test_tables():
-    for name, (task, _, split, n, domain) in BENCHMARKS.items():
-        assert task in TASKS and n > 0 and split in ("train", "test"), name
-        assert domain is None or TASKS[domain].TRAIN, name
-    trained = {domain for *_, domain in BENCHMARKS.values() if domain}
+    for name, one in BENCHMARKS.items():
+        assert one.task in TASKS and one.n > 0 and one.split in ("train", "test"), name
+        assert one.domain is None or TASKS[one.domain].TRAIN, name
+    trained = {one.domain for one in BENCHMARKS.values() if one.domain}
     assert trained == {"math", "science", "tooluse", "coding"}
     for module in TASKS.values():
         assert len(module.THINK_TAGS) == 2 and all(
