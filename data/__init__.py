@@ -10,8 +10,9 @@ A domain is a module with the same names; a new one is a file and a line in TASK
 Importing this costs milliseconds: datasets, math-verify and sympy are imported where first used.
 """
 from importlib import import_module
+from typing import NamedTuple
 
-TASKS = {
+TASKS = {  # imported in place, so that a new domain is one line of this file and no second one
     "math": import_module("data.math"),
     "science": import_module("data.science"),
     "tooluse": import_module("data.tooluse"),
@@ -20,24 +21,32 @@ TASKS = {
     "knowledge": import_module("data.knowledge"),
 }
 
-# name -> (task, source, split, samples per prompt, the training domain it is in distribution of).
+
+class Benchmark(NamedTuple):
+    task: str           # who loads and scores it
+    source: str
+    split: str
+    n: int              # samples per prompt
+    domain: str | None  # the training domain that it is in distribution of
+
+
 # GPQA is asked and scored like MMLU-Redux (a boxed letter), so it lives with it in knowledge.py.
 BENCHMARKS = {
-    "aime24": ("math", "aime24", "test", 16, "math"),
-    "aime25": ("math", "aime25", "test", 16, "math"),
-    "sciknoweval": ("science", "sciknoweval", "test", 16, "science"),
-    "toolalpaca": ("tooluse", "toolalpaca", "test", 16, "tooluse"),
-    "dolci": ("coding", "dolci", "test", 16, "coding"),
-    "math500": ("math", "math500", "test", 16, None),
-    "gpqa": ("knowledge", "gpqa", "train", 16, None),
-    "bfcl": ("tooluse", "bfcl", "test", 16, None),
-    "lcb": ("coding", "lcb", "test", 16, None),
-    "zebra": ("logic", "zebra", "test", 16, None),
-    "mmlu_redux": ("knowledge", "mmlu_redux", "test", 16, None),
-    "tiny_math": ("math", "tiny", "test", 8, "math"),
-    "tiny_science": ("science", "tiny", "test", 8, "science"),
-    "tiny_tooluse": ("tooluse", "tiny", "test", 8, "tooluse"),
-    "tiny_coding": ("coding", "tiny", "test", 8, "coding"),
-    "tiny_logic": ("logic", "tiny", "test", 8, None),
-    "tiny_knowledge": ("knowledge", "tiny", "test", 8, None),
+    "aime24": Benchmark("math", "aime24", "test", 16, "math"),
+    "aime25": Benchmark("math", "aime25", "test", 16, "math"),
+    "sciknoweval": Benchmark("science", "sciknoweval", "test", 16, "science"),
+    "toolalpaca": Benchmark("tooluse", "toolalpaca", "test", 16, "tooluse"),
+    "dolci": Benchmark("coding", "dolci", "test", 16, "coding"),
+    "math500": Benchmark("math", "math500", "test", 16, None),
+    "gpqa": Benchmark("knowledge", "gpqa", "train", 16, None),
+    "bfcl": Benchmark("tooluse", "bfcl", "test", 16, None),
+    "lcb": Benchmark("coding", "lcb", "test", 16, None),
+    "zebra": Benchmark("logic", "zebra", "test", 16, None),
+    "mmlu_redux": Benchmark("knowledge", "mmlu_redux", "test", 16, None),
+    "tiny_math": Benchmark("math", "tiny", "test", 8, "math"),
+    "tiny_science": Benchmark("science", "tiny", "test", 8, "science"),
+    "tiny_tooluse": Benchmark("tooluse", "tiny", "test", 8, "tooluse"),
+    "tiny_coding": Benchmark("coding", "tiny", "test", 8, "coding"),
+    "tiny_logic": Benchmark("logic", "tiny", "test", 8, None),
+    "tiny_knowledge": Benchmark("knowledge", "tiny", "test", 8, None),
 }

@@ -1,4 +1,5 @@
 """The rows of a run: which prompts fit, which of them a step takes, and what their answers earn."""
+import functools
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -77,9 +78,13 @@ def batch(rows, step, args):
     out = []
     for number in range(rank(), args.prompts, world()):
         epoch, place = divmod((step - 1) * args.prompts + number, len(rows))
-        order = torch.randperm(len(rows), generator=keyed_generator("order", args.seed, epoch))
-        out.append((number, rows[int(order[place])]))
+        out.append((number, rows[epoch_order(len(rows), args.seed, epoch)[place]]))
     return out
+
+
+@functools.lru_cache(2)  # the last epochs': a batch may span two
+def epoch_order(n, seed, epoch):
+    return torch.randperm(n, generator=keyed_generator("order", seed, epoch)).tolist()
 
 
 def score(task, rollouts, batch, group):

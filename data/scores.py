@@ -84,7 +84,7 @@ def sequence(scores, order):
             "difference_se": estimate(x - s[0])["se"],
             "relative_se": estimate(x - s[0], s[0])["se"] if s[0].any() else None} for x in s]
     for k, task in enumerate(order, 1):
-        own = [s for name, s in scores.items() if BENCHMARKS[name][4] == task]
+        own = [s for name, s in scores.items() if BENCHMARKS[name].domain == task]
         s = torch.cat([torch.empty(len(order) + 1, 0), *own], 1)  # all prompts of its benchmarks
         learned, kept, best = s[k] - s[0], s[-1] - s[0], s[s.mean(1).argmax()]
         row = {"base": s[0], "current": s[k], "last": s[-1], "learned": learned, "kept": kept,

@@ -37,7 +37,8 @@ def _inside(text: str, tags: tuple[str, str], opened: bool) -> bytearray:
 
 
 def strip_thinking(text: str, tags: tuple[str, str] | None = None, opened: bool = False) -> str:
-    """The text without its reasoning, stripped; "" where none is left. Default: all known tags."""
+    """The text without its reasoning, stripped; "" where none is left. tags: all known ones
+    where None is given, and `opened`, that the prompt opened a block, is then of <think> alone."""
     pairs = THINK_TAGS if tags is None else (tags,)
     for pair in pairs:
         inside = _inside(text, pair, opened and pair is pairs[0])

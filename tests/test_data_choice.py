@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import choice, hub, knowledge, logic, math, science
@@ -63,6 +63,7 @@ def test_letter_of():
     assert [text for text in NO_LETTERS if choice.letter_of(text)] == []
 
 
+@settings(deadline=None)
 @given(st.text(max_size=60))
 def test_any_text_gets_a_reward(text):
     assert choice.letter_of(text) in {None, *"ABCDEFGHIJ"}

@@ -111,7 +111,7 @@ def drifted(run):
 
 def inside(names, tasks):
     """Those of the names, benchmarks or training sets, that are in distribution of these tasks."""
-    return [x for x in names if x in tasks or (x in BENCHMARKS and BENCHMARKS[x][4] in tasks)]
+    return [x for x in names if x in tasks or (x in BENCHMARKS and BENCHMARKS[x].domain in tasks)]
 
 
 def scores(run, k, names=None):
