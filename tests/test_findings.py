@@ -131,3 +131,8 @@ def test_the_rule(mean, half, bases, sign, expected):
 def test_every_row_has_a_measure_with_a_smallest_effect():
     assert {row[2] for row in findings.ROWS} == SMALLEST.keys()
     assert all(row[6] in (-1, 1) for row in findings.ROWS)
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no folder of runs.*none"):
+        findings.table(tmp_path / "none")

@@ -11,6 +11,7 @@ Student's t over those pairs, so it speaks of these bases; each base's own mean 
     not seen      it excludes the smallest effect on the paper's side
     underpowered  anything else
 """
+import errno
 import sys
 from pathlib import Path
 
@@ -126,7 +127,7 @@ def verdict(mean, half, bases, sign, smallest):
 def table(folder):
     """The table of all rows, in Markdown."""
     if not Path(folder).is_dir():
-        raise FileNotFoundError(None, None, str(folder))
+        raise FileNotFoundError(errno.ENOENT, "no folder of runs", str(folder))
     found = {}  # {(method, first task): {(base, seed): run}}
     for run in draw.read_runs(folder):
         alone = len(run["tasks"]) == 1  # a whole sequence serves where no run of one stage does

@@ -11,6 +11,7 @@ log of stage k as k-TASK.jsonl, drift.json, drift.jsonl. What concerns one task 
 run that begins with it, up to the end of that stage. A figure whose runs are missing is left out,
 with a line that names them. Dash, mark and hatch say what colour says: all can be read in grey.
 """
+import errno
 import json
 import sys
 from pathlib import Path
@@ -89,7 +90,8 @@ def paper(folder):
     """Every figure that the runs in the folder suffice for."""
     runs = draw.read_runs(folder)
     if not runs:
-        raise FileNotFoundError(None, None, f"{folder}/METHOD-bBASE-sSEED/continual.json")
+        raise FileNotFoundError(errno.ENOENT, "no run",
+                                f"{folder}/METHOD-bBASE-sSEED/continual.json")
     for name, figure in FIGURES.items():
         try:
             draw.save(figure(runs), folder / "figures" / f"{name}.png")
