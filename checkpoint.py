@@ -9,7 +9,6 @@ samples, data order, demonstrations and masks. A checkpoint is written aside, fl
 renamed: a folder that bears the final name is whole, and a kill leaves the older ones as they were.
 Nothing is pickled.
 """
-import hashlib
 import json
 import os
 import shutil
@@ -22,6 +21,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common import fail
+from loading import fault, sha256
 from ranks import barrier, gather, rank
 
 # ---- write ---------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def _write(args, folder, aside, model, tokenizer, weights, moments, average, sta
     save_file(average, aside / "trainer" / "teacher.safetensors")
     (aside / "trainer" / "state.json").write_text(json.dumps(state))
     files = sorted(path for path in aside.rglob("*") if path.is_file())
-    manifest = {str(p.relative_to(aside)): [p.stat().st_size, _sha256(p)] for p in files}
+    manifest = {str(p.relative_to(aside)): [p.stat().st_size, sha256(p)] for p in files}
     (aside / "manifest.json").write_text(json.dumps(manifest, indent=1))
     for path in (*files, aside / "manifest.json", aside / "trainer", aside):
         _flush(path)
@@ -101,29 +101,7 @@ def _flush(path):
         os.close(handle)
 
 
-def _sha256(path):
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 # ---- read ----------------------------------------------------------------------------------------
-
-def fault(folder, model_only=False):
-    """What is wrong with a checkpoint, or with its model, by its manifest; "" where nothing is."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-    except (OSError, ValueError) as error:
-        return f"manifest.json: {error}"
-    for name, (size, digest) in manifest.items():
-        path = folder / name
-        if model_only and name.startswith("trainer"):  # older trainer states are deleted
-            continue
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size or _sha256(path) != digest:
-            return f"{name} has {path.stat().st_size} bytes of another checksum than was written"
-    return ""
-
 
 def newest(out):
     """(The newest whole checkpoint with a trainer state, or None; what is wrong with it or those
@@ -155,6 +133,8 @@ def resume(args, model, optimizer, teacher):
             _load_moments(Path(args.optimizer_init), model, optimizer)
         return {"step": 0}
     state = json.loads((folder / "trainer" / "state.json").read_text())
+    if state["step"] > args.steps:
+        fail(f"--steps {args.steps}: the run in {out} has made {state['step']} already")
     saved = _open(*folder.glob("*.safetensors"))
     for name, target in _kept(model).items():
         if name not in saved:

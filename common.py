@@ -1,18 +1,15 @@
-"""What every script begins with: its flags, one line for bad input, its model."""
+"""What every script begins with: its flags, and one line, exit code 2, for bad input."""
 import argparse
 import datetime
-import hashlib
 import importlib.util
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
-import packing
 from ranks import DTYPES, rank, world
 
 ROOT = Path(__file__).parent
@@ -24,8 +21,6 @@ ON_OFF = argparse.BooleanOptionalAction  # a flag that is on, and --no-flag
 FREE = {"resume", "out", "steps", "eval_every", "save_every", "keep", "tokens_per_micro", "quiet",
         "vllm_memory", "tp", "plan", "gpu_gb", "wandb", "skip_bad"}
 
-
-# ---- flags ---------------------------------------------------------------------------------------
 
 class Help(argparse.RawDescriptionHelpFormatter):
     """One line for each flag, with its default."""
@@ -48,6 +43,13 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog, "%(prog)s [flags]", description, formatter_class=Help,
                          allow_abbrev=False)  # a flag has one name
 
+    def parse_args(self, argv=None):
+        args = super().parse_args(argv)
+        for name, value in vars(args).items():
+            if value == "" != self.get_default(name):  # an unset variable of a shell, say
+                self.error(f"--{name}: is empty")
+        return args
+
     def error(self, message):
         if rank() == 0:
             print(f"{self.prog}: error: {message}", file=sys.stderr)
@@ -59,11 +61,36 @@ def fail(message):
     Parser(prog=Path(sys.argv[0]).name).error(message)
 
 
-def at_least(low, kind=int):
-    """An argparse type: a finite number from `low` on."""
+def run(main, get_args):
+    """A script's main(get_args()); Ctrl-C ends it with one line."""
+    try:
+        main(get_args())
+    except KeyboardInterrupt:
+        print(f"{Path(sys.argv[0]).name}: interrupted; what it has saved is whole", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def read_json(path, lines=False):
+    """What a JSON file holds, or a list of what each of its lines does, without a last one that was
+    cut off. Exits with 2 and the place where it is damaged."""
+    text, rows = Path(path).read_text(errors="replace"), []
+    try:
+        if not lines:
+            return json.loads(text)
+        for line in text.split("\n")[:-1]:
+            rows.append(json.loads(line))
+        return rows
+    except ValueError as error:
+        where = f", line {len(rows) + 1}" if lines else ""
+        fail(f"{path}{where}: is damaged ({error}); delete the file or put it right")
+
+
+def at_least(low, kind=int, high=float("inf")):
+    """An argparse type: a finite number from `low` on, up to `high`."""
     def read(text):
-        if not low <= kind(text) < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text}: must be at least {low}")
+        if not low <= kind(text) <= high or kind(text) == float("inf"):
+            raise argparse.ArgumentTypeError(f"{text}: must be at least {low}" + (
+                f" and at most {high}" if high < float("inf") else ""))
         return kind(text)
     read.__name__ = kind.__name__  # which argparse shows
     return read
@@ -80,12 +107,15 @@ def sampling_engine(text):
 
 
 def require_files(parser, args, *names):
-    """Refuse a file that is not there; a hub id or a folder shows when it loads."""
+    """Refuse a file or folder that is not there; a hub id shows when it loads."""
     for name in names:
         value = getattr(args, name, None) or []
         for path in value if isinstance(value, list) else [value]:
-            if path.endswith((".jsonl", ".gguf")) and not Path(path).is_file():
-                parser.error(f"--{name} {path}: there is no such file")
+            if path.endswith((".jsonl", ".gguf", ".safetensors")):
+                if not Path(path).is_file():
+                    parser.error(f"--{name} {path}: there is no such file")
+            elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and not Path(path).is_dir():
+                parser.error(f"--{name} {path}: there is no such folder, and it is no hub id")
 
 
 def check_ranks(parser, args):
@@ -152,7 +182,7 @@ def add_engine_args(add):
     """How responses are sampled; eval.py and drift.py take it too."""
     add("--rollout", type=sampling_engine, default="auto", choices=["auto", "hf", "vllm"],
         help="sampling engine (auto: vllm on CUDA, where it is installed)")
-    add("--vllm_memory", type=at_least(0.01, float), default=0.4,
+    add("--vllm_memory", type=at_least(0.01, float, 1.0), default=0.4,
         help="share of a GPU's memory that vLLM takes while it samples")
 
 
@@ -175,7 +205,8 @@ def parse(parser, argv, tiny, check):
             parser.error(f"--resume {args.resume}: holds no config.json; name a run's --out folder")
         try:
             old = json.loads(config.read_text())["args"]
-        except (ValueError, KeyError) as error:
+            old.keys()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             parser.error(f"--resume {args.resume}: config.json is not a run's ({error!r})")
         if old.keys() != vars(args).keys():
             other = sorted(old.keys() ^ vars(args).keys())[0]
@@ -196,9 +227,12 @@ def parse(parser, argv, tiny, check):
     args.data = args.data or data.TASKS[args.task].TRAIN
     if args.data is None:
         parser.error(f"--task {args.task}: has no training set of its own; name one with --data")
-    require_files(parser, args, "model", "data", "eval_data", "teacher_init")
+    require_files(parser, args, "model", "data", "eval_data", "teacher_init", "optimizer_init")
     if args.dtype not in ("auto", "bfloat16", args.param_dtype):
         parser.error(f"--dtype {args.dtype}: must be auto, bfloat16 or as --param_dtype")
+    for name in ("eval_data", "eval_n", "eval_prompts"):
+        if not args.eval_every and getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name}: changes nothing with --eval_every 0")
     if args.gpu_gb and not args.plan:
         parser.error("--gpu_gb: changes nothing without --plan")
     if args.wandb and importlib.util.find_spec("wandb") is None:
@@ -218,78 +252,3 @@ def parse(parser, argv, tiny, check):
         from tools import plan  # a tool, but one to run before the script
         parser.exit(plan.show(args) if rank() == 0 else None)
     return args
-
-
-# ---- models --------------------------------------------------------------------------------------
-
-def folder(name):
-    """The folder of a model; a run's stands for its last checkpoint."""
-    path = ROOT / "data" / "tiny_model" if name == "tiny" else Path(name)
-    if (path / "log.jsonl").exists():
-        path = max(path.glob("ckpt-*"), default=path)
-    return path
-
-
-def fingerprint(name):
-    """What tells a folder's weights from others in its place: a digest of the size and the last
-    megabyte of each file. None for a hub id."""
-    digest, files = hashlib.sha256(), sorted(folder(name).glob("model*.safetensors"))
-    for path in files:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 2**20))
-            digest.update(f"{path.name} {size} ".encode() + file.read())
-    return digest.hexdigest()[:16] if files else None
-
-
-def load_model(name, dtype=torch.float32):
-    """(model, tokenizer) of a hub id, a folder (Hugging Face's or a run's), a .gguf file or "tiny".
-
-    Dropout is set to 0: with it, sampler and trainer would be two policies. Exits with 2 where
-    there is no such model. Code that comes with a model is never run.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-    logging.disable_progress_bar()
-    path, gguf = str(folder(name)), {}
-    safe = {"trust_remote_code": False}  # not even after a question at the terminal
-    if path.endswith(".gguf"):
-        path, gguf = str(Path(path).parent), {"gguf_file": Path(path).name}
-    try:
-        config = AutoConfig.from_pretrained(path, **gguf, **safe)
-        for key, value in config.to_dict().items():
-            if key.endswith(("dropout", "pdrop")) and isinstance(value, float):
-                setattr(config, key, 0.0)
-        tokenizer = AutoTokenizer.from_pretrained(path, **gguf, **safe)
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, use_safetensors=True, **gguf, **safe)
-    except (OSError, ValueError, SafetensorError) as error:
-        fail(f"no model {name}: {str(error).strip().splitlines()[0]}")
-    if gguf:  # de-quantised, but it refuses to be saved: move the weights into one that does not
-        weights, generation, config = model.state_dict(), model.generation_config, model.config
-        del config.quantization_config
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        model.config.architectures = [type(model).__name__]  # which vLLM asks for
-        model.load_state_dict(weights)
-        model.generation_config = generation
-    note = packing.probe(model.eval())
-    if note and rank() == 0:
-        print(note, file=sys.stderr)
-    return model, tokenizer
-
-
-def load_weights(name, model):
-    """{name: tensor} of another model, or of a .safetensors file such as a checkpoint's teacher,
-    for each parameter of `model`. Exits with 2 where a name or a shape does not match."""
-    if not name.endswith(".safetensors"):
-        weights = load_model(name)[0].state_dict()
-    else:
-        try:
-            weights = load_file(name)
-        except (OSError, SafetensorError) as error:
-            fail(f"--teacher_init {name}: {error}")
-    for key, p in model.named_parameters():  # a tied weight once, under its first name
-        if key not in weights or weights[key].shape != p.shape:
-            have = tuple(weights[key].shape) if key in weights else "missing"
-            fail(f"--teacher_init {name}: {key} is {have}, where the model has {tuple(p.shape)}")
-    return weights

@@ -21,7 +21,6 @@ stage and those of all later ones, and they are done again.
 """
 import gc
 import importlib.util
-import json
 import shutil
 import subprocess
 import sys
@@ -30,10 +29,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import checkpoint
 import common
 import data
 import eval
+import loading
 import logbook
 import ranks
 import train_grpo
@@ -134,7 +133,7 @@ def main(args):
     """Do the stages and evaluations that are not there yet. Returns the report, on rank 0."""
     (stages, models), out = plan(args), Path(args.out)
     ranks.setup(stages[0])
-    whole = [not checkpoint.fault(Path(m)) for m in models[1:]] if ranks.rank() == 0 else []
+    whole = [not loading.fault(Path(m)) for m in models[1:]] if ranks.rank() == 0 else []
     done = [*ranks.gather(whole), False].index(False)  # stages before the first that is not
     for stage in stages[done + 1:]:
         if Path(stage.out).exists():
@@ -159,7 +158,7 @@ def main(args):
             gc.collect()
             bar.set_description(name)
             TRAINERS[args.algorithm].main(stages[k - 1], bar)
-        if not scores.exists() or json.loads(scores.read_text()).get("missing"):
+        if not scores.exists() or common.read_json(scores).get("missing"):
             gc.collect()
             bar.set_description(f"{name}, evaluation")
             eval.run(evaluation(args, k, model))
@@ -171,9 +170,9 @@ def report(args, stages, models):
     """From the files alone: continual.json, the tables on the screen, the figure."""
     R, means, out = {}, {}, Path(args.out)
     for k in range(len(models)):
-        for name, cells in json.loads((out / f"eval-{k}.json").read_text())["scores"].items():
+        for name, cells in common.read_json(out / f"eval-{k}.json")["scores"].items():
             R.setdefault(name, []).extend(cells.values())  # of one model
-        for record in map(json.loads, (out / f"eval-{k}.jsonl").read_text().splitlines()):
+        for record in common.read_json(out / f"eval-{k}.jsonl", lines=True):
             own = means.setdefault(record["benchmark"], [{} for _ in models])[k]  # ids may repeat:
             own[len(own), record["id"]] = sum(record["rewards"]) / len(record["rewards"])
     scores = {name: torch.tensor([[row[prompt] for prompt in rows[0]] for row in rows],
@@ -182,7 +181,7 @@ def report(args, stages, models):
     R = {name: [c | d for c, d in zip(R[name], changes[name], strict=True)] for name in R}
     result = {**logbook.describe(args), "R": R, **summary, "stages": []}
     for stage, model in zip(stages, models[1:], strict=True):
-        log = map(json.loads, Path(stage.out, "log.jsonl").read_text().splitlines())
+        log = common.read_json(Path(stage.out, "log.jsonl"), lines=True)
         result["stages"].append({
             "task": stage.task, "steps": stage.steps, "folder": stage.out, "checkpoint": model,
             "seconds": sum(line["sample_seconds"] + line["train_seconds"] for line in log)})
@@ -221,4 +220,4 @@ def table(result):
 
 
 if __name__ == "__main__":
-    main(get_args())
+    common.run(main, get_args)

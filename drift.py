@@ -32,6 +32,7 @@ from safetensors import SafetensorError, safe_open
 import common
 import data
 import eval as evaluation
+import loading
 import logbook
 import losses
 import packing
@@ -49,7 +50,8 @@ def read_weights(name):
     """{"layers.0.self_attn.q_proj": function that reads it}: the 2-D weights of a model's blocks.
     name: "tiny", a hub id, or a folder of safetensors, one or shards (a run's stands for its last
     checkpoint). A tied weight is in the file once. GPT-2 keeps its matrices as (in, out)."""
-    path = common.folder(name)
+    loading.refuse_damage(name)
+    path = loading.folder(name)
     try:
         if not path.is_dir():
             from huggingface_hub import snapshot_download
@@ -276,6 +278,7 @@ def get_args(argv=None):
         parser.error("runs in one process; start it without torchrun")
     if not 0 < args.mask_frac < 1:
         parser.error(f"--mask_frac {args.mask_frac}: must lie between 0 and 1")
+    common.require_files(parser, args, "base", "model")
     if args.embedder and not importlib.util.find_spec("sentence_transformers"):
         parser.error("--embedder: needs the package sentence-transformers, which is not installed")
     known = [*data.BENCHMARKS, *(name for name, task in data.TASKS.items() if task.TRAIN)]
@@ -337,7 +340,7 @@ def response_drift(args, models, base, tokenizer, asked, embedder):
     does: ({model: {name: {measure: spread over prompts}}}, a record for each model and prompt)."""
     before, means, records = {}, {}, []
     for model_name in [args.base, *models]:
-        model = common.load_model(model_name)[0].to(base.device) if before else base
+        model = loading.load_model(model_name)[0].to(base.device) if before else base
         sampler = rollout.sampler(args, model, tokenizer)
         for name, (task, rows) in asked.items():
             shape = len(rows), args.n
@@ -373,7 +376,7 @@ def main(args):
               "gram_error": gram_error(records, args.base, device),
               "responses": {name: {} for name in models}}
     if args.prompts:
-        base, tokenizer = common.load_model(args.base)
+        base, tokenizer = loading.load_model(args.base)
         embedder = make_embedder(args, base.to(device), tokenizer)
         asked = {name: read(name, own, tokenizer, args)
                  for name, _, own in (entry.partition("=") for entry in args.prompts)}
@@ -394,4 +397,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(get_args())
+    common.run(main, get_args)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-import checkpoint
 import common
 import data
+import loading
 import logbook
 import ranks
 import rollout
@@ -138,7 +138,7 @@ def get_args(argv=None):
             parser.error(f"--tasks {args.tasks}: names {name} twice")
         if source.endswith(".jsonl") and not Path(source).is_file():
             parser.error(f"--tasks {name}={source}: there is no such file")
-    if Path(args.out).is_dir() or Path(args.out).suffix in ("", ".jsonl"):
+    if Path(args.out).is_dir() or Path(args.out).suffix != ".json":
         parser.error(f"--out {args.out}: must name a .json file; samples go to the .jsonl beside")
     common.check_ranks(parser, args)
     common.require_files(parser, args, "model", "baseline")
@@ -146,7 +146,7 @@ def get_args(argv=None):
         parser.error(f"--top_p {args.top_p}: must lie in (0, 1]")
     if Path(args.out).exists() and not args.overwrite:
         for name, old in same(parser, args.out, vars(args), FREE).get("weights", {}).items():
-            if common.fingerprint(name) != old:
+            if loading.fingerprint(name) != old:
                 parser.error(f"--model {name}: {args.out} was made with other weights of that name")
     return args
 
@@ -171,10 +171,9 @@ def finished(args):
     lines, out = {}, Path(args.out)
     if args.overwrite or not out.exists() or not out.with_suffix(".jsonl").exists():
         return {}, {}
-    with open(out.with_suffix(".jsonl")) as file:
-        for line in file:
-            record = json.loads(line)
-            lines.setdefault((record["model"], record["benchmark"]), []).append(line)
+    for record in common.read_json(out.with_suffix(".jsonl"), lines=True):
+        line = json.dumps(record) + "\n"
+        lines.setdefault((record["model"], record["benchmark"]), []).append(line)
     scores = {(name, benchmark): score
               for benchmark, models in json.loads(out.read_text())["scores"].items()
               for name, score in models.items()
@@ -192,13 +191,12 @@ def run(args):
     scores, lines = finished(args) if ranks.rank() == 0 else ({}, {})
     kept = ranks.gather(list(scores))  # what rank 0 has found
     missing = [key for key in keys if key not in kept]
-    weights = {name: common.fingerprint(name) for name in names}
+    weights = {name: loading.fingerprint(name) for name in names}
+    if ranks.rank() == 0:  # before anything is sampled: can it be written?
+        with logbook.writing(out):
+            write(args, keys, weights, scores, lines)
     for name, own in itertools.groupby(missing, key=lambda key: key[0]):
-        folder = common.folder(name)
-        if ranks.rank() == 0 and (folder / "manifest.json").exists() and (
-                wrong := checkpoint.fault(folder, model_only=True)):
-            common.fail(f"--model {name}: {folder}: {wrong}")
-        model, tokenizer = common.load_model(name)
+        model, tokenizer = loading.load_model(name)
         model = ranks.distribute(model, args, device, train=False)
         sampler = rollout.sampler(args, model, tokenizer)
         for key in own:
@@ -256,4 +254,4 @@ def table(scores):
 
 
 if __name__ == "__main__":
-    main(get_args())
+    common.run(main, get_args)

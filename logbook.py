@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import ROOT, fail
+from common import ROOT, fail, read_json
 from ranks import all_sum, learning_rate, rank, world
 
 # the means that every log line holds; null where nothing was counted
@@ -146,7 +146,7 @@ def writing(folder):
     try:
         yield
     except OSError as error:
-        fail(f"{folder}: cannot be written ({error}); its checkpoints are whole")
+        fail(f"{folder}: cannot be written ({error}); what was saved before is whole")
 
 
 def lock(folder):
@@ -189,11 +189,11 @@ class Log:
 
     def forget(self, path, start):
         """What came after the checkpoint, and a last line that a kill cut off."""
-        lines = path.read_text().split("\n")[:-1] if start and path.exists() else []
-        lines = [line for line in lines if json.loads(line)["step"] <= start]
-        write_whole(path, "".join(f"{line}\n" for line in lines))
+        lines = read_json(path, lines=True) if start and path.exists() else []
+        lines = [line for line in lines if line["step"] <= start]
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
         if path.name == "log.jsonl":
-            for line in map(json.loads, lines):
+            for line in lines:
                 self.last = line
                 watch(self.state, line)
 
@@ -231,8 +231,10 @@ class Log:
 
     def leave(self, step):
         """Exit with 0 after a step that was saved, and say how to go on."""
-        command = sys.argv if "train" not in Path(sys.argv[0]).name else [
-            sys.argv[0], "--resume", str(self.out)]
+        launcher = ["python"] if world() == 1 else [
+            "torchrun", "--nproc_per_node", os.environ.get("LOCAL_WORLD_SIZE", str(world()))]
+        command = launcher + (sys.argv if "train" not in Path(sys.argv[0]).name else [
+            sys.argv[0], "--resume", str(self.out)])
         if rank() == 0:
             print(f"stopped after step {step}, which is saved; go on with: {shlex.join(command)}",
                   file=sys.stderr)

@@ -25,6 +25,7 @@ import checkpoint
 import common
 import data
 import eval
+import loading
 import logbook
 import losses
 import packing
@@ -69,7 +70,7 @@ def main(args, bar=None):
     to advance in place of one of its own."""
     device = ranks.setup(args)
     task = data.TASKS[args.task]
-    model, tokenizer = common.load_model(args.model, ranks.DTYPES[args.param_dtype])
+    model, tokenizer = loading.load_model(args.model, ranks.DTYPES[args.param_dtype])
     rows = batches.load_rows(args, task, tokenizer)
     held_out = eval.held_out(args, tokenizer)
     # ==== the algorithm's own: the models beside the student, made of its weights in memory ====
@@ -172,4 +173,4 @@ def main(args, bar=None):
 
 
 if __name__ == "__main__":
-    main(get_args())
+    common.run(main, get_args)

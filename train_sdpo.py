@@ -26,6 +26,7 @@ import checkpoint
 import common
 import data
 import eval
+import loading
 import logbook
 import losses
 import packing
@@ -48,8 +49,7 @@ def add_args(parser):
         help="with --topk: what is left as one bucket, or renormalise")
     add("--is_clip", type=float, default=2.0, help="largest importance weight of a token")
     add("--agg", default="token", choices=["token", "seq"], help="mean over tokens or responses")
-    add("--success", type=common.at_least(0, float), default=1.0,
-        help="reward that makes a response a demonstration")
+    add("--success", type=float, default=1.0, help="reward that makes a response a demonstration")
     add("--feedback", default="never", choices=["never", "fallback", "always"],
         help="show the verifier's words (fallback: where there is no demonstration)")
     add("--cot", action="store_true", help="--demo_cot and --loss_cot")
@@ -67,7 +67,7 @@ def add_args(parser):
 
 
 def check(args, error):
-    for name in ("beta", "ema", "mask_ratio", "teacher_init_mix", "restart_mix"):
+    for name in ("beta", "ema", "mask_ratio", "success", "teacher_init_mix", "restart_mix"):
         value = getattr(args, name)
         if not (value == "matched" or 0 <= value <= 1):
             error(f"--{name} {value}: must lie in [0, 1]")
@@ -75,8 +75,10 @@ def check(args, error):
         args.demo_cot = args.loss_cot = True
     if args.group < 2 and args.feedback == "never":
         error("--group 1: demonstrations come from siblings; take 2 or more, or --feedback always")
-    if not args.is_clip > 0 or args.mask_ratio == 1:
-        error("--is_clip: must be positive; --mask_ratio: must be below 1")
+    if not args.is_clip > 0:
+        error(f"--is_clip {args.is_clip}: must be positive")
+    if args.mask_ratio == 1:
+        error("--mask_ratio 1: leaves no token to learn from")
     if args.restart_mix == "matched":
         if not (args.ema and args.restart_every):
             error("--restart_mix matched: takes its share from --ema and --restart_every")
@@ -136,7 +138,7 @@ def main(args, bar=None):
     to advance in place of one of its own."""
     device = ranks.setup(args)
     task = data.TASKS[args.task]
-    model, tokenizer = common.load_model(args.model, ranks.DTYPES[args.param_dtype])
+    model, tokenizer = loading.load_model(args.model, ranks.DTYPES[args.param_dtype])
     rows = batches.load_rows(args, task, tokenizer)
     held_out = eval.held_out(args, tokenizer)
     # ==== the algorithm's own: the models beside the student, made of its weights in memory ====
@@ -145,7 +147,7 @@ def main(args, bar=None):
     if args.ref_every and not reference:
         reference = teaching.Teacher(model)  # ema 0: a frozen copy
     if args.teacher_init:
-        weights = common.load_weights(args.teacher_init, model)
+        weights = loading.load_weights(args.teacher_init, model)
         teaching.mix_weights(teacher.model, weights, args.teacher_init_mix)
     # ==== end ====
     # each once, as they may be one, and in one order on all ranks, since they shard together
@@ -245,4 +247,4 @@ def main(args, bar=None):
 
 
 if __name__ == "__main__":
-    main(get_args())
+    common.run(main, get_args)

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import checkpoint  # noqa: E402
 import common  # noqa: E402
+import loading  # noqa: E402
 import logbook  # noqa: E402
 import losses  # noqa: E402
 import packing  # noqa: E402
@@ -106,7 +107,7 @@ def train(script, name, model, tokenizer, flags, folder):
                      "ids": rollout.encode(tokenizer, chat)[-args.max_prompt:]})
     with contextlib.ExitStack() as stack:
         for owner, attribute, value in (
-                (common, "load_model", lambda *_: (model, tokenizer)),
+                (loading, "load_model", lambda *_: (model, tokenizer)),
                 (checkpoint, "save", lambda *_: None),
                 (batches, "load_rows", lambda *_: rows),
                 (batches, "score", lambda task, made, *_: (
@@ -140,7 +141,7 @@ def main():
     for name, config in configs.items():
         one = out["models"][name] = {}
         for script in (train_grpo, train_sdpo):
-            model, tokenizer = (common.load_model("tiny") if name == "tiny"
+            model, tokenizer = (loading.load_model("tiny") if name == "tiny"
                                 else make(config, device))
             if script is train_grpo:
                 model = ranks.distribute(model, train_args := train_grpo.get_args(

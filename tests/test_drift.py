@@ -14,9 +14,9 @@ import torch
 import worker
 from safetensors.torch import load_file, save_file
 
-import common
 import data
 import drift
+import loading
 import packing
 import rollout
 
@@ -151,7 +151,7 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     folders = worker.make_folders(root)
     for kind in ("llama", "gpt2"):
-        model, tokenizer = common.load_model(folders[kind])
+        model, tokenizer = loading.load_model(folders[kind])
         with torch.no_grad():
             for p in model.parameters():
                 p += 0.02 * p.std(correction=0) * torch.randn(p.shape, generator=generator(1))
@@ -371,7 +371,7 @@ def test_spread():
 
 def test_embeddings(folders):
     """Against one plain forward pass for each; neither order nor neighbours matter."""
-    model, _ = common.load_model(folders["llama"])
+    model, _ = loading.load_model(folders["llama"])
     g = generator(3)
     sequences = [torch.randint(5, 60, (n,), generator=g).tolist() for n in (4, 1, 9, 30, 2)]
     with torch.no_grad():
@@ -470,7 +470,7 @@ def test_what_the_script_writes(folders, tmp_path, monkeypatch):
     assert {r["gram"] for r in matrices} == {True, False}
     assert 0 < result["gram_error"]["nss"] < 1e-12 and result["gram_error"]["pm_overlap"] == 100
 
-    (model, tokenizer), (base, _) = (common.load_model(folders[k])
+    (model, tokenizer), (base, _) = (loading.load_model(folders[k])
                                      for k in ("llama moved", "llama"))
     rows = {row["id"]: row for row in data.TASKS["math"].load("tiny", "test")}
     mine = [r for r in records if r.get("prompts") == "tiny_math" and r["model"] == name]

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import worker
 
-import common
 import data
 import eval
+import loading
 import logbook
 import rollout
 from data.scores import majority, pass_at_k
@@ -299,16 +299,16 @@ def test_goes_on_with_the_second_model(models, sampled, tmp_path, monkeypatch):
     """Stopped in the second model: the baseline is neither loaded nor sampled, and compared."""
     argv = ["--baseline", models["gpt2"], "--model", models["llama"], *TEN.split(), "--quiet"]
     once = again(tmp_path / "once.json", *argv)
-    original, loaded = common.load_model, []
+    original, loaded = loading.load_model, []
     with monkeypatch.context() as patch:
         def stop(name, *a):
             if name == models["llama"]:
                 raise KeyboardInterrupt
             return original(name, *a)
-        patch.setattr(common, "load_model", stop)
+        patch.setattr(loading, "load_model", stop)
         with pytest.raises(KeyboardInterrupt):
             again(tmp_path / "twice.json", *argv)
-    monkeypatch.setattr(common, "load_model", lambda name, *a: loaded.append(name) or original(
+    monkeypatch.setattr(loading, "load_model", lambda name, *a: loaded.append(name) or original(
         name, *a))
     del sampled[:]
     twice = again(tmp_path / "twice.json", *argv)
@@ -344,14 +344,14 @@ def test_changed_flags_are_refused(models, ranks, tmp_path, monkeypatch, capsys)
 def test_fingerprint(models, tmp_path):
     """Of what the weights are, not of where or when; a run's folder stands for its last
     checkpoint."""
-    run, hub = tmp_path / "run", common.fingerprint("no/such-model")
+    run, hub = tmp_path / "run", loading.fingerprint("no/such-model")
     for step, kind in ((5, "llama"), (10, "other")):
         shutil.copytree(models[kind], run / f"ckpt-{step:06d}")
     (run / "log.jsonl").touch()
-    prints = [common.fingerprint(models[kind]) for kind in ("llama", "other", "gpt2")]
+    prints = [loading.fingerprint(models[kind]) for kind in ("llama", "other", "gpt2")]
     assert len({*prints, hub}) == 4 and hub is None
-    assert common.fingerprint(run) == prints[1]
-    assert common.fingerprint("tiny") is not None
+    assert loading.fingerprint(run) == prints[1]
+    assert loading.fingerprint("tiny") is not None
 
 
 # ---- bad input -----------------------------------------------------------------------------------
@@ -382,7 +382,7 @@ def test_unreadable_benchmark(models, tmp_path, monkeypatch, capsys):
 def test_held_out(models, monkeypatch):
     """The same prompts at each evaluation, other samples at another step, T = 1; 0 prompts: all."""
     worker.install_task(monkeypatch.setattr)
-    loaded = common.load_model(models["llama"])
+    loaded = loading.load_model(models["llama"])
     import train_grpo
     args = train_grpo.get_args(["--model", "m", "--data", "x", "--eval_data", "y", "--max_new", "8",
                                 "--eval_prompts", "6", "--eval_n", "3"])

@@ -3,6 +3,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,10 @@ from pathlib import Path
 import pytest
 
 import checkpoint
+import common
+import drift
 import eval
+import loading
 import logbook
 import ranks
 import train_grpo
@@ -49,7 +53,7 @@ def whole(tmp_path_factory):
 def test_told_to_stop(number, whole, tmp_path):
     """The step is finished and saved, exit 0, and the command that is printed goes on from there
     to the weights of a run that was never stopped."""
-    out = tmp_path / "run"
+    out = tmp_path / "my run (1)"
     process = start("train_grpo.py", *FLAGS, "--out", str(out))
     while not lines(out) and process.poll() is None:
         time.sleep(0.02)
@@ -58,8 +62,9 @@ def test_told_to_stop(number, whole, tmp_path):
     assert process.returncode == 0, told
     (step, command), = re.findall(r"stopped after step (\d), .* go on with: (.*)", told)
     assert sorted(x.name for x in out.glob("ckpt-*")) == [f"ckpt-00000{step}"] and int(step) < 6
-    again = start(*command.split())
-    assert again.wait(300) == 0, again.stderr.read()
+    python, *command = shlex.split(command)
+    again = start(*command)
+    assert python == "python" and again.wait(300) == 0, again.stderr.read()
     assert weights(out) == weights(whole) and len(lines(out)) == 6
 
 
@@ -111,7 +116,7 @@ def test_a_disk_that_is_full(code, tmp_path, monkeypatch, capsys):
     told = capsys.readouterr().err.strip().splitlines()[-1]
     assert stop.value.code == 2 and os.strerror(code) in told and "older checkpoints" in told
     assert [x.name for x in out.glob("*ckpt*")] == ["ckpt-000002"]
-    assert checkpoint.fault(out / "ckpt-000002") == ""
+    assert loading.fault(out / "ckpt-000002") == ""
     assert json.loads((out / "ckpt-000002/trainer/state.json").read_text())["step"] == 2
 
 
@@ -203,3 +208,57 @@ def test_torture():
     done = subprocess.run([sys.executable, "tools/torture.py", "--quick", "--parts", "kills"],
                           cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+
+
+def said(capsys, script, *flags):
+    """The one line with which a script refuses."""
+    with pytest.raises(SystemExit) as stop:
+        script.main(script.get_args([str(flag) for flag in flags]))
+    told = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 2, told
+    return told[-1]
+
+
+def test_damaged_text_files(whole, tmp_path, capsys):
+    """A file that is no longer what was written is one line, with its place."""
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    for text in ("[]", "null", '{"args": 3}', "{"):
+        (out / "config.json").write_text(text)
+        assert "config.json is not a run's" in said(capsys, train_grpo, "--resume", out)
+    shutil.copy(whole / "config.json", out)
+    assert "--steps 5: the run" in said(capsys, train_grpo, "--resume", out, "--steps", "5")
+    assert (out / "config.json").read_bytes() == (whole / "config.json").read_bytes()
+    log = (out / "log.jsonl").read_text().splitlines()
+    (out / "log.jsonl").write_text("\n".join([*log[:2], log[2][:40], *log[3:], ""]))
+    assert "log.jsonl, line 3: is damaged" in said(capsys, train_grpo, "--resume", out)
+    last = sorted(out.glob("ckpt-*"))[-1]
+    (out / "ckpt-999999").touch()  # no folder, so no checkpoint
+    for text in ("[]", "{}", '{"model.safetensors": 3}'):
+        (last / "manifest.json").write_text(text)
+        assert loading.fault(last).startswith("manifest.json")
+    assert "manifest.json" in said(capsys, eval, "--tiny", "--model", out, "--out",
+                                   tmp_path / "eval.json")
+    assert "manifest.json" in said(capsys, drift, "--tiny", "--model", out, "--out",
+                                   tmp_path / "drift.json")
+
+
+def test_damaged_scores(tmp_path, capsys):
+    flags = ["--tiny", "--tasks", "tiny_math,tiny_logic", "--limit", "2", "--n", "2", "--quiet",
+             "--out", tmp_path / "eval.json"]
+    eval.main(eval.get_args([str(flag) for flag in flags]))
+    scores, samples = ((tmp_path / f"eval{end}").read_text() for end in (".json", ".jsonl"))
+    (tmp_path / "eval.jsonl").write_text("{bro\n" + samples)
+    assert "eval.jsonl, line 1: is damaged" in said(capsys, eval, *flags)
+    (tmp_path / "eval.jsonl").write_text(samples)
+    (tmp_path / "eval.json").write_text(scores[:99])
+    assert "is not what a run writes" in said(capsys, eval, *flags)
+    assert "cannot be written" in said(capsys, eval, *flags[:-1], "/proc/none/eval.json")
+
+
+def test_interrupted(monkeypatch, capsys):
+    def main(args):
+        raise KeyboardInterrupt
+    with pytest.raises(SystemExit) as stop:
+        common.run(main, lambda: None)
+    assert stop.value.code == 130 and capsys.readouterr().err.count("\n") == 1

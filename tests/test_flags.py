@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 import common
 import data
+import loading
 import packing
 import rollout
 
@@ -135,7 +136,7 @@ def run(script, flags, models, out, capfd, monkeypatch):
     opens and closes blocks."""
     worker.install_task(monkeypatch.setattr)
     counts = dict(passes=0, masks=0, layers=0)
-    response_hidden, layout, load = packing.response_hidden, packing.layout, common.load_model
+    response_hidden, layout, load = packing.response_hidden, packing.layout, loading.load_model
 
     def counted(*a, **k):
         counts["passes"] += 1
@@ -157,7 +158,7 @@ def run(script, flags, models, out, capfd, monkeypatch):
             patch.setattr(data.TASKS[task], "THINK_TAGS", ("a", "n"))
         patch.setattr(packing, "response_hidden", counted)
         patch.setattr(packing, "layout", laid)
-        patch.setattr(common, "load_model", loaded)
+        patch.setattr(loading, "load_model", loaded)
         module = importlib.import_module(script)
         argv = f"--model {{llama}} {EVERY} {BASE[script]} {flags}".format(**models).split()
         capfd.readouterr()
@@ -257,8 +258,10 @@ REFUSED = [(script, flags) for script in TRAINERS for flags in (
     "--task cooking", "--task logic", "--data no/such.jsonl", "--eval_data no/such.jsonl",
     "--model no/such.gguf", "--resume no/such", "--fsdp on", "--dtype int8", "--rollout vllm",
     "--tp 0", "--tp 2", "--gpu_gb 80", "--wandb project",
-    "--prompts 7 --updates 2", "--warmup -1", "--weight_decay nan", "--grad_clip -1",
-    "--steps many", "--colour red", "--keep 0", "--seed x")] + [
+    "--model no/such/folder", "--optimizer_init no/such/folder", "--model no.safetensors",
+    "--data=", "--out=", "--eval_data x --eval_every 0", "--eval_n 9 --eval_every 0",
+    "--vllm_memory 7", "--prompts 7 --updates 2", "--warmup -1", "--weight_decay nan",
+    "--grad_clip -1", "--steps many", "--colour red", "--keep 0", "--seed x")] + [
     ("train_grpo", flags) for flags in (
         "--group 1", "--eps_low 1.5", "--eps_low nan", "--eps_high 0", "--eps_high nan",
         "--kl_coef -1", "--kl_coef nan", "--agg mean", "--ema 0.1", "--tis 0.5", "--tis nan")] + [
@@ -267,11 +270,13 @@ REFUSED = [(script, flags) for script in TRAINERS for flags in (
         "--beta nan", "--group 1", "--restart_mix matched", "--restart_mix matched --ema 0.1",
         "--restart_mix 1.5", "--restart_mix often", "--restart_mix nan", "--topk -1",
         "--restart_every -1", "--is_clip 0", "--is_clip nan", "--mask_ratio 1.1", "--success nan",
+        "--mask_ratio 1", "--success 2",
         "--max_teacher_prompt 9", "--teacher_init_mix 2", "--teacher_init no/such.gguf",
         "--feedback loud", "--kl_coef 1")] + [
     ("eval", flags) for flags in (
         "--n 0", "--tasks cooking", "--tasks aime24,", "--temperature -1", "--temperature nan",
-        "--top_p 0", "--top_p 1.5", "--limit -1",
+        "--top_p 0", "--top_p 1.5", "--limit -1", "--temperature inf", "--out e.txt",
+        "--model no/such/folder",
         "--max_new 0", "--fsdp on", "--model no/such.gguf", "--tasks aime24,math500=no/such.jsonl",
         "--baseline no/such.gguf")]
 
@@ -281,7 +286,7 @@ def test_refused(script, flags, capsys, monkeypatch):
     """Exit code 2 and one line that names the flag, without a model, a row or a rank."""
     told = worker.refusal(lambda: importlib.import_module(script).get_args(flags.split()),
                           capsys, monkeypatch)
-    assert flags.split()[0].strip("-") in told
+    assert flags.split()[0].strip("-=") in told
 
 
 def test_ranks_must_divide(capsys, monkeypatch):

@@ -16,6 +16,7 @@ import common
 import continual
 import data
 import drift
+import loading
 import rollout
 
 BASE, NAMES, N, LIMIT = common.ROOT / "data" / "tiny_model", ("tiny_math", "tiny_logic"), 4, 3
@@ -97,7 +98,7 @@ def test_sequence_kl_and_excess(run):
                   for path in (BASE, out / "2-science" / "ckpt-000002"))
     tokenizer, sampled, kls = AutoTokenizer.from_pretrained(BASE), [], []
     for path in (BASE, models[1]):
-        sampled.append(common.load_model(path)[0])
+        sampled.append(loading.load_model(path)[0])
     for name in NAMES:
         task = data.TASKS[name.removeprefix("tiny_")]
         rows = {row["id"]: row for row in task.load("tiny", "test")}

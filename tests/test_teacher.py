@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-import common
+import loading
 import losses
 import teacher as T
 from data.thinking import THINK_TAGS
@@ -181,12 +181,12 @@ def test_weights_of_another_model_are_refused(tmp_path, capsys):
     path = str(tmp_path / "teacher.safetensors")
     weights = {name: p.detach().clone() for name, p in Tied().named_parameters()}
     save_file(weights, path)
-    assert common.load_weights(path, Tied()).keys() == weights.keys()
+    assert loading.load_weights(path, Tied()).keys() == weights.keys()
     for change, said in (({"embed.weight": torch.zeros(12, 6)}, "embed.weight is (12, 6)"),
                          ({"body.weight_hh_l0": None}, "body.weight_hh_l0 is missing")):
         save_file({k: v for k, v in {**weights, **change}.items() if v is not None}, path)
         with pytest.raises(SystemExit) as stop:
-            common.load_weights(path, Tied())
+            loading.load_weights(path, Tied())
         assert stop.value.code == 2 and said in capsys.readouterr().err
 
 

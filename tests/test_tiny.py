@@ -4,8 +4,8 @@ import random
 import pytest
 import torch
 
-import common
 import data
+import loading
 import rollout
 import teacher
 from data import thinking, tiny_base
@@ -16,7 +16,7 @@ NAMES = sorted(data.TASKS)
 
 @pytest.fixture(scope="module")
 def base():
-    return common.load_model("tiny")
+    return loading.load_model("tiny")
 
 
 def questions(rows):

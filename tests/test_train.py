@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import checkpoint
-import common
+import loading
 import rollout
 from teacher import Teacher
 
@@ -248,7 +248,7 @@ def test_up_and_down(jobs):
     assert abs(line["loss"]) < 0.1 and line["grad_norm"] > 0.01 and line["clip_frac"] == 0
     (rows,), (prompts,) = (jobs.seen("up-and-down")[k] for k in ("rows", "prompts"))
     change = {"up": 0.0, "down": 0.0}
-    models = [common.load_model(path) for path in (
+    models = [loading.load_model(path) for path in (
         jobs.models["gpt2"], jobs.root / "up-and-down" / "ckpt-000001")]
     asked = {n: rollout.encode(models[0][1], worker.load("x")[i]["messages"]) for n, i in prompts}
     made = [rollout.Rollout(n, asked[n // 4], ids, None, None, True, "") for n, (ids, _) in
@@ -411,7 +411,7 @@ def test_what_is_kept(jobs):
 def test_full_disk(jobs, tmp_path, monkeypatch):
     """R10: an error in the middle of a save leaves student, teacher and the older checkpoint alone,
     and the next save succeeds."""
-    model, tokenizer = common.load_model(jobs.models["llama"])
+    model, tokenizer = loading.load_model(jobs.models["llama"])
     teacher, args = Teacher(model, 0.1), SimpleNamespace(out=tmp_path, keep=2)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     sum(p.square().sum() for p in model.parameters()).backward()

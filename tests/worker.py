@@ -39,8 +39,8 @@ from transformers import (  # noqa: E402
 )
 
 import checkpoint  # noqa: E402
-import common  # noqa: E402
 import data  # noqa: E402
+import loading  # noqa: E402
 import logbook  # noqa: E402
 import losses  # noqa: E402
 import packing  # noqa: E402
@@ -194,7 +194,7 @@ def refusal(parse, capsys, monkeypatch):
 
     def never(*a, **k):
         raise AssertionError("something was loaded")
-    monkeypatch.setattr(common, "load_model", never)
+    monkeypatch.setattr(loading, "load_model", never)
     monkeypatch.setattr(ranks, "setup", never)
     with pytest.raises(SystemExit) as stop:
         parse()

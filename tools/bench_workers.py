@@ -56,8 +56,8 @@ def prepare(args, folder):
             vocab_size=args.vocab, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
             num_attention_heads=4, max_position_embeddings=8192, tie_word_embeddings=True))
     else:
-        import common
-        model, tokenizer = common.load_model(args.model)
+        import loading
+        model, tokenizer = loading.load_model(args.model)
     if not args.free:  # an EOS that is beyond the logits, so nothing ends before max_new
         tokenizer.add_special_tokens({"eos_token": "<|never|>"})
         model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id

@@ -19,6 +19,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
 import data
+import loading
 import packing
 import ranks
 import rollout
@@ -110,7 +111,7 @@ def main(args):
         rows, tokenizer = tiny_base.prepare()
         model = tiny_base.make_model(tokenizer)
     else:
-        model, tokenizer = common.load_model(args.model)
+        model, tokenizer = loading.load_model(args.model)
         examples = gold_examples(args, tokenizer)
     model.compute_dtype = None if args.dtype == "float32" else torch.bfloat16
     model.to(device).train()

@@ -23,6 +23,7 @@ import os
 import random
 import re
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -120,6 +121,9 @@ class Job:
         while self.running() and time.monotonic() < late:
             time.sleep(0.01)
         code = None if self.running() else next((c for c in self.codes() if c), 0)
+        gone = time.monotonic() + (code is not None) * 10  # one that was killed takes time to die
+        while self.alive() and time.monotonic() < gone:
+            time.sleep(0.01)
         left = self.alive()
         for member in self.members:
             member.kill()
@@ -209,13 +213,14 @@ def killed(folder, run, ranks, todo, draw):
                     struck = time.monotonic()
                     for pid in {*victims}:
                         os.kill(pid, signal.SIGKILL)
-                    here += 1
-                    hit[job.seen(rank)[0][-1][1]] += 1  # in the moment of its death
                     code, told, left = job.end()
-                    ends.append(time.monotonic() - struck)
-                    if code in (0, None) or left:
-                        bad.append(f"killed, exit {code}, left {left}")
-                    continue
+                    if code != 0:  # else it had just ended by itself
+                        here += 1
+                        hit[job.seen(rank)[0][-1][1]] += 1  # in the moment of its death
+                        ends.append(time.monotonic() - struck)
+                        if code is None or left:
+                            bad.append(f"killed, exit {code}, left {left}")
+                        continue
             code, told, _ = job.end()
             wrong = told[-500:] if code != 0 else difference(out, folder / "whole")
             bad += [wrong] if wrong else []
@@ -247,7 +252,9 @@ def signals(folder, args):
             saved = re.findall(r"stopped after step (\d+), .* go on with: (.*)", told)
             wrong = "" if saved and not left and (code == 0 or world > 1) else told[-500:]
             if not wrong:
-                code_then, told, _ = Job(folder, saved[0][1].split(), world).end()
+                _, *command = shlex.split(saved[0][1])  # behind python, or torchrun and its flag
+                command = command[2:] if world > 1 else command
+                code_then, told, _ = Job(folder, command, world).end()
                 wrong = told[-500:] if code_then != 0 else difference(out, whole)
             yield row(f"{number.name}, {ranks}", wrong, began, f"step finished, saved, exit {code}"
                       + " of torchrun" * (world > 1) + "; resumed to the same bits")
@@ -294,7 +301,7 @@ def refused(job, *words):
 
 
 def checkpoints(folder, args):
-    import checkpoint
+    import loading
     whole, script = folder / "whole", [*RUNS["sdpo"], "--keep", "9"]
     assert Job(folder, [*script, "--out", whole]).end()[0] == 0
     last = sorted(whole.glob("ckpt-*"))[-1].name
@@ -304,7 +311,7 @@ def checkpoints(folder, args):
         copy = folder / "flipped"
         shutil.copytree(whole / last, copy)
         flip(copy / draw.choice(files).relative_to(whole / last), draw)
-        found += checkpoint.fault(copy) != ""
+        found += loading.fault(copy) != ""
         shutil.rmtree(copy)
     yield {"fault": "one bit flipped, any file of a checkpoint", "tried": tried, "survived": found,
            "seconds": time.monotonic() - began, "note": "named"}
@@ -377,12 +384,12 @@ def disks(folder, script, whole):
         return told[-500:] if code != 0 else difference(out, whole)
     try:
         run = [*script, "--out", disk / "run"]
-        wrong = refused(Job(folder, run), "No space left", "are whole") or went_on(disk / "run")
+        wrong = refused(Job(folder, run), "No space left", "whole") or went_on(disk / "run")
         yield row("disk full while a checkpoint is written", wrong, began,
                   "exit 2, one line; older checkpoint whole; goes on to the same bits")
         began = time.monotonic()
         shutil.rmtree(disk / "run")
-        wrong = refused(Job(folder, run, fault=f"disk={disk}"), "No space left", "are whole")
+        wrong = refused(Job(folder, run, fault=f"disk={disk}"), "No space left", "whole")
         yield row("disk full as the log is written", wrong or went_on(disk / "run"), began,
                   "exit 2, one line; older checkpoint whole; goes on to the same bits")
         began, out = time.monotonic(), folder / "other"

