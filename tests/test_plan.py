@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import checkpoint
 import common
+import loading
 import logbook
 import packing
 import ranks
@@ -94,7 +95,7 @@ def rank(case, out):
     def log_line(original, *args):
         took["learn"] = status("VmHWM") - before
         return original(*args)
-    common.load_model, checkpoint.resume, checkpoint.save = load, resume, lambda *_: None
+    loading.load_model, checkpoint.resume, checkpoint.save = load, resume, lambda *_: None
     rollout.sampler, batches.score = sampler, score
     worker.wrap(logbook, "log_line", log_line)
     packing.CHUNK = packing.CHUNK if chunks else 2**40
@@ -118,7 +119,9 @@ def planned(case, out):
     chunk = packing.CHUNK
     packing.CHUNK = chunk if CASES[case][2] else 2**40
     try:
-        return plan.memory(arguments(case, out), LlamaConfig(**SMOLLM2))
+        parts = plan.memory(arguments(case, out), LlamaConfig(**SMOLLM2))
+        assert parts["bf16"] == 2 * 134_515_008  # however many copies are loaded
+        return parts
     finally:
         packing.CHUNK = chunk
         del os.environ["WORLD_SIZE"], os.environ["RANK"]
@@ -144,6 +147,18 @@ def test_show(gpu_gb, told):
     done = subprocess.run([sys.executable, "train_sdpo.py", "--tiny", "--plan", "--gpu_gb", gpu_gb],
                           cwd=common.ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0 and told in done.stdout, done.stderr[-2000:]
+
+
+def test_weights_alone_too_large(tmp_path):
+    """Of flags that help only together each is found, also where not even the weights fit."""
+    LlamaConfig(vocab_size=512, hidden_size=4096, intermediate_size=11008, num_hidden_layers=2,
+                num_attention_heads=32).save_pretrained(tmp_path)
+    flags = (f"--plan --gpu_gb 7.3 --model {tmp_path} --ema .05 --prompts 1 --group 2 --updates 1 "
+             "--max_prompt 64 --max_new 64")
+    done = subprocess.run([sys.executable, "train_sdpo.py", *flags.split()], cwd=common.ROOT,
+                          capture_output=True, text=True, timeout=300, check=False)
+    told = done.stdout + done.stderr[-2000:]
+    assert "it would with" in told and "--ref_every 0 --param_dtype bfloat16\n" in told
 
 
 def test_published_sizes():

@@ -18,19 +18,20 @@ import math
 import os
 import sys
 import warnings
+import weakref
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
+import loading
 import losses
 import packing
 import ranks
@@ -58,7 +59,7 @@ def read_config(name):
         return Qwen3Config(
             vocab_size=151936, hidden_size=d, num_hidden_layers=layers, num_attention_heads=heads,
             num_key_value_heads=8, head_dim=128, intermediate_size=ff, tie_word_embeddings=tied)
-    path = common.folder(name)
+    path = loading.folder(name)
     gguf = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
     try:
         return AutoConfig.from_pretrained(path.parent if gguf else str(path), **gguf)
@@ -67,24 +68,25 @@ def read_config(name):
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the tensors that are alive (`now`), and the most there were (`peak`, to 0.2%)."""
+    """Bytes of the storages that are alive (`now`), and the most there were (`peak`).
+
+    Not torch's own MemTracker (torch.distributed._tools): it is private, and in torch 2.13 hangs
+    hooks on the weights of all that runs, which those of a frozen teacher refuse.
+    """
 
     def __init__(self):
         super().__init__()
-        self.peak, self.total, self.sizes = 0, 0, {}  # of storages: {address: (reference, bytes)}
-
-    @property
-    def now(self):
-        for key in [key for key, (storage, _) in self.sizes.items() if storage.expired()]:
-            self.total -= self.sizes.pop(key)[1]
-        return self.total
+        self.now, self.peak, self.sizes = 0, 0, {}  # of storages: {id: bytes}
 
     def count(self, storage, size):
-        reference, before = self.sizes.get(storage._cdata) or (StorageWeakRef(storage), 0)
-        self.sizes[storage._cdata] = reference, size
-        self.total += size - before
-        if self.total > 1.002 * self.peak:
-            self.peak = max(self.peak, self.now)
+        if id(storage) not in self.sizes:
+            weakref.finalize(storage, self.forget, id(storage))
+        self.now += size - self.sizes.get(id(storage), 0)
+        self.sizes[id(storage)] = size
+        self.peak = max(self.peak, self.now)
+
+    def forget(self, key):
+        self.now -= self.sizes.pop(key)
 
     def __enter__(self):
         self.resize = resize = torch.UntypedStorage.resize_
@@ -106,7 +108,7 @@ class Live(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self.sizes:
+                if id(storage) not in self.sizes:
                     self.count(storage, storage.nbytes())
         return out
 
@@ -124,7 +126,8 @@ def keys(config, size=2):
 
 
 def memory(args, config, gpu=0):
-    """{part: bytes} of a rank out of ranks.world(); gpu: bytes of its GPU, 0 for a CPU."""
+    """{part: bytes} of a rank out of ranks.world(), and what all weights are in bf16; gpu: bytes of
+    its GPU, 0 for a CPU."""
     args, P, G, T = copy.copy(args), args.max_prompt, args.group, args.max_new
     args.dtype = "bfloat16" if gpu and args.dtype == "auto" else args.dtype
     prompts = [[k] + [0] * (P - 1) for k in range(args.prompts // ranks.world()) for _ in range(G)]
@@ -152,18 +155,14 @@ def memory(args, config, gpu=0):
     if ranks.world() > 1:
         dist.init_process_group("fake", rank=0, world_size=ranks.world())
     try:
-        parts = {"load": live.peak}
+        parts = {"load": live.peak, "bf16": 2 * sum(p.numel() for p in model.parameters())}
         with live:  # not fake, since a mesh of ranks has numbers
             for k, other in enumerate(copies):
                 copies[k] = ranks.distribute(other, args, device, train=False)
             model = ranks.distribute(model, args, device)
         teacher, reference = [*[None] * (not hasattr(args, "ema")), *copies, None][:2]
         parts |= dict(weights=held(model), optimizer=2 * held(model), teacher=held(teacher),
-                      reference=held(reference))
-        kept = sum(parts.values()) - parts["load"]
-        parts["gradients"] = held(model)
-        if gpu and kept > gpu:  # which is plain enough
-            return parts | {"activations": 0, "learn": kept, "sample": kept, "peak": kept}
+                      reference=held(reference), gradients=held(model))
         with fake, live:
             moments = [torch.zeros_like(p) for p in model.parameters() for _ in range(2)]
             parts["sample"] = live.now + args.vllm_memory * gpu
@@ -218,7 +217,7 @@ def step(args, config, parts, gpu):
     long = min(args.max_teacher_prompt, P + 64 + T) if hasattr(args, "ema") else 0
     todo = flops(config, [(P, 0, [T] * G)] * args.prompts, [(P, 0, [T] * G)] * args.prompts,
                  [(long, 0, [T])] * args.prompts * G if long else None)
-    rows, weights = args.prompts * G / ranks.world(), parts["load"] // 6  # in bf16
+    rows, weights = args.prompts * G / ranks.world(), parts["bf16"]
     cache = max(args.vllm_memory * gpu - weights, GB) / keys(config)  # tokens at once
     read = T * weights * math.ceil(rows * (T + P / G) / cache)  # for each token, all rows at once
     read += rows * T * (P + T / 2) * keys(config)
