@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import data
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -73,3 +75,14 @@ def test_every_log_key_is_in_the_glossary(copy):
     log = one_step(copy, "train_sdpo.py")
     glossary = README.split("\n## What is logged\n")[1].split("\n## ")[0]
     assert log.keys() <= set(re.findall(r"`([a-z_]+)`", glossary))
+
+
+@pytest.mark.parametrize("k, task", enumerate(
+    ("math", "science", "tooluse", "coding", "logic", "knowledge")))
+def test_own_rows(k, task, tmp_path):
+    """Each example is a row of its task, whose own answer is right."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(block("jsonl", "problem").splitlines()[k] + "\n")
+    (row,) = data.TASKS[task].load(str(path))
+    answer = data.TASKS[task].render(row["answer"])
+    assert data.TASKS[task].score(answer, row["answer"])[0] == 1.0
