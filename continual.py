@@ -102,11 +102,14 @@ def plan(args):
     """The trainer's arguments of each stage, and the models that it starts from and ends with."""
     stages, models, teacher = [], [args.model], args.model
     for k, task in enumerate(args.order):
-        flags = [*args.flags, "--task", task, "--steps", args.stage_steps[k], "--model", models[k]]
-        flags += ["--data", args.data[k]] if args.data[k] else []
-        flags += ["--teacher_init", teacher] if k and args.carry_teacher else []
-        flags += ["--optimizer_init", models[k]] if k and args.carry_optimizer else []
-        stage = TRAINERS[args.algorithm].get_args(flags)
+        flags = [*args.flags, "--task", task, "--steps", args.stage_steps[k], "--model", args.model]
+        stage = TRAINERS[args.algorithm].get_args(
+            [*flags, "--data", args.data[k]] if args.data[k] else flags)
+        stage.model = models[k]  # the checkpoint of the stage before, which is not there yet
+        if k and args.carry_teacher:
+            stage.teacher_init = teacher
+        if k and args.carry_optimizer:
+            stage.optimizer_init = models[k]
         stage.out = stage.resume = str(Path(args.out, f"{k + 1}-{task}"))  # which may be half done
         stages.append(stage)
         models.append(str(Path(stage.out, f"ckpt-{stage.steps:06d}")))

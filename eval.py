@@ -194,7 +194,9 @@ def run(args):
     weights = {name: loading.fingerprint(name) for name in names}
     if ranks.rank() == 0:  # before anything is sampled: can it be written?
         with logbook.writing(out):
-            write(args, keys, weights, scores, lines)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            Path(f"{out}.part").touch()
+            Path(f"{out}.part").unlink()
     for name, own in itertools.groupby(missing, key=lambda key: key[0]):
         model, tokenizer = loading.load_model(name)
         model = ranks.distribute(model, args, device, train=False)
@@ -224,7 +226,6 @@ def write(args, keys, weights, scores, lines):
     for name, benchmark in keys:
         table.setdefault(benchmark, {}).update(
             {name: scores[name, benchmark]} if (name, benchmark) in scores else {})
-    out.parent.mkdir(parents=True, exist_ok=True)
     logbook.write_whole(out.with_suffix(".jsonl"),
                         "".join(line for key in keys for line in lines.get(key, [])))
     logbook.write_json(out, {
