@@ -230,9 +230,6 @@ def parse(parser, argv, tiny, check):
     require_files(parser, args, "model", "data", "eval_data", "teacher_init", "optimizer_init")
     if args.dtype not in ("auto", "bfloat16", args.param_dtype):
         parser.error(f"--dtype {args.dtype}: must be auto, bfloat16 or as --param_dtype")
-    for name in ("eval_data", "eval_n", "eval_prompts"):
-        if not args.eval_every and getattr(args, name) != parser.get_default(name):
-            parser.error(f"--{name}: changes nothing with --eval_every 0")
     if args.gpu_gb and not args.plan:
         parser.error("--gpu_gb: changes nothing without --plan")
     if args.wandb and importlib.util.find_spec("wandb") is None:

@@ -259,9 +259,9 @@ REFUSED = [(script, flags) for script in TRAINERS for flags in (
     "--model no/such.gguf", "--resume no/such", "--fsdp on", "--dtype int8", "--rollout vllm",
     "--tp 0", "--tp 2", "--gpu_gb 80", "--wandb project",
     "--model no/such/folder", "--optimizer_init no/such/folder", "--model no.safetensors",
-    "--data=", "--out=", "--eval_data x --eval_every 0", "--eval_n 9 --eval_every 0",
-    "--vllm_memory 7", "--prompts 7 --updates 2", "--warmup -1", "--weight_decay nan",
-    "--grad_clip -1", "--steps many", "--colour red", "--keep 0", "--seed x")] + [
+    "--data=", "--out=", "--vllm_memory 7", "--prompts 7 --updates 2", "--warmup -1",
+    "--weight_decay nan", "--grad_clip -1", "--steps many", "--colour red", "--keep 0",
+    "--seed x")] + [
     ("train_grpo", flags) for flags in (
         "--group 1", "--eps_low 1.5", "--eps_low nan", "--eps_high 0", "--eps_high nan",
         "--kl_coef -1", "--kl_coef nan", "--agg mean", "--ema 0.1", "--tis 0.5", "--tis nan")] + [
