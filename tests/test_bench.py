@@ -87,6 +87,8 @@ def test_smoke(tmp_path, capsys):
                 "--out", str(tmp_path / "bench.json")])
     (line,) = json.loads((tmp_path / "bench.json").read_text())
     (step,) = line["steps"]["ours"]
+    assert line["command"][:2] == ["tools/bench.py", "sdpo"] and line["args"]["words"] == 9
+    assert line["versions"]["torch"] == torch.__version__ and line["commit"] and line["date"]
     assert step["tokens"] == 2 * 5  # nothing ends early
     assert set(step["phases"]) == {
         "sampling", "teacher", "forward", "head", "backward", "optimizer"}

@@ -26,8 +26,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 GROWTH = {"group": (2, 8, 32), "words": (64, 512, 2048), "max_new": (32, 256, 1024),
           "vocab": (512, 8192, 151936)}
 START = {"vocab": 512, "prompts": 2, "group": 8, "words": 64, "max_new": 32}  # the others' values
@@ -96,10 +95,7 @@ def matmul_rate(n=1024, tries=20):
 
 def slope(xs, ys):
     """k of y = c x^k, by least squares of the logarithms."""
-    xs, ys = [math.log(x) for x in xs], [math.log(y) for y in ys]
-    x, y = statistics.mean(xs), statistics.mean(ys)
-    return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum(
-        (a - x) ** 2 for a in xs)
+    return statistics.linear_regression([math.log(x) for x in xs], [math.log(y) for y in ys]).slope
 
 
 # ---- measure -------------------------------------------------------------------------------------
@@ -183,6 +179,8 @@ def main(argv=None):
         from tools import bench_workers
         return bench_workers.main(args)
     import torch
+
+    from logbook import describe
     torch.set_num_threads(args.threads)
     rate, out = matmul_rate(), {}
     if args.algorithm == "growth":
@@ -195,11 +193,8 @@ def main(argv=None):
         out["steps"] = measure(args, argv)
         rate = max(rate, matmul_rate())
         out["summary"] = summary(out["steps"], rate)
-    commit = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], text=True,
-                            capture_output=True, check=False).stdout.strip()
-    out = {"command": ["tools/bench.py", *argv], "commit": commit, "gflops": rate / 1e9,
-           "date": time.strftime("%F %T %z"), "load": os.getloadavg(),
-           "torch": torch.__version__, **out}
+    out = {**describe(args), "command": ["tools/bench.py", *argv], "gflops": rate / 1e9,
+           "load": os.getloadavg(), **out}
     print(json.dumps(out["summary"], indent=1))
     if args.out:
         path = Path(args.out)
