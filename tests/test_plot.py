@@ -399,6 +399,7 @@ def test_the_commands_are_right_and_enough_for_every_figure(tmp_path, script, ba
     """With echo in place of the launcher every run fails, but its command is in its file."""
     done = laptop(tmp_path, "3", script=script, LAUNCH="echo", PYTHON="true")
     assert done.returncode == 1 and "grpo-b0-s3.txt, failed:" in done.stderr
+    (tmp_path / "work" / "base1").mkdir(exist_ok=True)  # where sft.py would have put it
     began, steps = set(), {}
     for file in (tmp_path / "work").glob("*.txt"):
         args = continual.get_args(file.read_text().splitlines()[0].split()[1:])
