@@ -141,10 +141,10 @@ def memory(args, config, gpu=0):
         model = AutoModelForCausalLM.from_config(config, dtype=ranks.DTYPES[args.param_dtype])
         model.states = packing._states.__get__(model.eval())
         model.plain_head = model.can_pack = True  # which packing.probe finds out by numbers
-        copies = [teaching.Teacher(model).model] if hasattr(args, "ema") else []
-        moving = hasattr(args, "ema") and (args.ema or args.restart_every or args.teacher_init)
-        if args.ref_every and (moving or not copies) or getattr(args, "kl_coef", 0):
-            copies.append(teaching.Teacher(model).model)
+        teacher = teaching.Teacher(model).model if hasattr(args, "ema") else None
+        moves = teacher is None or args.ema or args.restart_every or args.teacher_init
+        own = args.ref_every and moves or getattr(args, "kl_coef", 0)  # else the teacher serves
+        reference = teaching.Teacher(model).model if own else None
     micro = packing.micro_batches(model, range(len(prompts) // args.updates), passes, responses,
                                   args.tokens_per_micro, pack)
     if gpu:
@@ -157,10 +157,9 @@ def memory(args, config, gpu=0):
     try:
         parts = {"load": live.peak, "bf16": 2 * sum(p.numel() for p in model.parameters())}
         with live:  # not fake, since a mesh of ranks has numbers
-            for k, other in enumerate(copies):
-                copies[k] = ranks.distribute(other, args, device, train=False)
-            model = ranks.distribute(model, args, device)
-        teacher, reference = [*[None] * (not hasattr(args, "ema")), *copies, None][:2]
+            for other in filter(None, (teacher, reference)):
+                ranks.distribute(other, args, device, train=False)
+            ranks.distribute(model, args, device)
         parts |= dict(weights=held(model), optimizer=2 * held(model), teacher=held(teacher),
                       reference=held(reference), gradients=held(model))
         with fake, live:
