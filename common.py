@@ -247,5 +247,8 @@ def parse(parser, argv, tiny, check):
         f"runs/{Path(parser.prog).stem}-{args.task}-{datetime.datetime.now():%m%d-%H%M%S}")
     if args.plan:
         from tools import plan  # a tool, but one to run before the script
-        parser.exit(plan.show(args) if rank() == 0 else None)
+        if rank() == 0:
+            plan.show(args)
+        sys.stdout.flush()
+        os._exit(0)  # torch 2.13's fake tensors have crashed interpreters that were taken down
     return args
