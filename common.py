@@ -107,10 +107,12 @@ def sampling_engine(text):
 
 
 def require_files(parser, args, *names):
-    """Refuse a file or folder that is not there; a hub id shows when it loads."""
+    """Refuse a file or folder that is not there; a hub id or a URL shows when it loads."""
     for name in names:
         value = getattr(args, name, None) or []
         for path in value if isinstance(value, list) else [value]:
+            if "://" in path:
+                continue
             if path.endswith((".jsonl", ".gguf", ".safetensors")):
                 if not Path(path).is_file():
                     parser.error(f"--{name} {path}: there is no such file")

@@ -60,7 +60,7 @@ def add_args(parser):
     add = parser.add_argument_group("teacher").add_argument
     add("--ema", type=float, default=0.0, help="update rate a step (0: frozen, 1: the student)")
     add("--restart_every", type=whole, default=0, help="steps between refreshes (0: none)")
-    add("--restart_mix", type=mix, default=1.0, help="share of the student; matched: as --ema has")
+    add("--restart_mix", type=mix, default=1.0, help="share of the student; matched: 1-(1-ema)^k")
     add("--teacher_init", metavar="CKPT", help="mix a model or .safetensors into the first teacher")
     add("--teacher_init_mix", type=float, default=1.0, help="share of --teacher_init in it")
     common.add_run_args(parser, lr=1e-5, updates=1)
