@@ -338,7 +338,8 @@ def test_demo_shows_rewards_and_scores(tmp_path, shown):
                                for k, m in enumerate(("tiny", "x/grpo", "x/sdpo"))}
               for i, task in enumerate(TASKS)}
     (tmp_path / "eval.json").write_text(json.dumps({
-        "args": {"baseline": "tiny", "model": ["x/grpo", "x/sdpo"], "n": 8}, "scores": scores}))
+        "args": {"baseline": "tiny", "model": ["x/grpo", "x/sdpo"], "n": 8,
+                 "temperature": 0.6}, "scores": scores}))
     for name in ("grpo", "sdpo"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "log.jsonl").write_text("".join(json.dumps(

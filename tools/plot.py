@@ -34,8 +34,10 @@ def demo(folder):
     draw.bars(right, list(result["scores"]), {name: (*(
         [100 * scores[model][key] for scores in result["scores"].values()]
         for key in ("mean", "se")), []) for model, name in models.items()})
-    left.set(ylim=(0, 1), title=f"training: {log[1]['stage']}")
-    right.set(ylabel=f"mean@{result['args']['n']}, %", ylim=(0, 100), title="held-out prompts")
+    warm = result["args"]["temperature"]
+    left.set(ylim=(0, 1), title=f"training: {log[1]['stage']}, T = 1")
+    right.set(ylabel=f"mean@{result['args']['n']}, %", ylim=(0, 100),
+              title=f"held-out prompts, T = {warm}")
     draw.save(figure, folder / "demo.png")
 
 
