@@ -66,6 +66,7 @@ def run(out, fault="none", resume="start", ranks=1, limit=400):
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
+            subprocess.run(["pkill", "-KILL", "-f", str(out)], check=False)  # ranks of torchrun
             code = None
     said = Path(f"{out}.told").read_text().strip().splitlines()
     return code, time.monotonic() - began, " ".join(said[-1:])[:160]
