@@ -19,6 +19,7 @@ import drift
 import loading
 import packing
 import rollout
+import spectra
 
 ROWS = Path(__file__).parent / "rows" / "cases.jsonl"
 CASES = {case["id"]: case for case in map(json.loads, ROWS.open())}
@@ -54,7 +55,7 @@ def turned(degrees, m=40, r=5):
 def test_rotation_of_known_bases(degrees):
     u0, uk = turned(degrees)
     for a, b in ((u0, uk), (uk, u0)):
-        found = drift.rotation(a, b)
+        found = spectra.rotation(a, b)
         near = min(degrees, 90 - degrees) if degrees else 1.0
         assert abs(found - degrees) < max(1e-6 * near, 5e-14)  # digits of the small side
 
@@ -73,7 +74,7 @@ def test_matrices_of_known_rotation_and_spectrum(degrees, wide, exact):
     mix = orthogonal(r, r, 2)  # uk is mixed by it: undo it, so that the singular vectors are turned
     w0 = torch.cat([u0, rest], 1) * s @ v.T
     wk = torch.cat([uk @ mix.T, rest], 1) * sk @ v.T
-    (found,) = drift.matrix_drift(w0, [wk], rank=r, exact=exact)
+    (found,) = spectra.matrix_drift(w0, [wk], rank=r, exact=exact)
     assert found["rotation"] == pytest.approx(degrees, rel=1e-5)
     by_hand = math.sqrt(0.5**2 + 0.2**2 + 0.1**2 + 0.2**2) / math.sqrt(81 + 49 + 25 + 16 + 9 + 1.25)
     assert found["nss"] == pytest.approx(by_hand, rel=1e-6 if exact else 1e-5)
@@ -88,9 +89,9 @@ def test_masks_by_hand(exact):
     wk = w0 + torch.tensor([[0.0, -0.1, 0, 0.25], [0.001, 0, 0, 0]])  # 1.001 is 1 in bf16
     for share, least in ((0.05, 8.0), (1 / 8, 8.0), (2 / 8, 5.0), (3 / 8, 4.0), (4 / 8, 2.5)):
         for turn in (lambda x: x, lambda x: x.T):
-            mask = drift.principal(turn(w0).double(), 1, share, exact)[2]
+            mask = spectra.principal(turn(w0).double(), 1, share, exact)[2]
             assert torch.equal(mask, turn(low.abs() >= least))
-    (found,) = drift.matrix_drift(w0, [wk], rank=1, mask_frac=1 / 8, exact=exact)
+    (found,) = spectra.matrix_drift(w0, [wk], rank=1, mask_frac=1 / 8, exact=exact)
     assert found["density"] == 2 / 8
     assert found["pm_update"] == 50.0  # M is one entry, C is that one and another
     assert found["pm_update_chance"] == pytest.approx(100 / 11)
@@ -104,7 +105,7 @@ def test_overlap_is_of_the_two_rank_r_masks():
     g = generator(4)
     w0 = torch.randn(30, 50, generator=g)
     wk = w0 + 0.3 * torch.randn(30, 50, generator=g)
-    (found,) = drift.matrix_drift(w0, [wk])
+    (found,) = spectra.matrix_drift(w0, [wk])
 
     def largest(w):
         u, s, vt = np.linalg.svd(w.double().numpy())
@@ -126,20 +127,20 @@ def test_error_of_the_gram_route(shape, decay, bound):
     s = 10 ** -torch.linspace(0, decay, k, dtype=torch.float64)
     s[:24] += 0.5  # so that the leading subspace is one
     w = orthogonal(shape[0], k, 5) * s @ orthogonal(shape[1], k, 6).T
-    exact, gram = (drift.principal(w, 24, exact=x) for x in (math.inf, 0))
+    exact, gram = (spectra.principal(w, 24, exact=x) for x in (math.inf, 0))
     assert exact[0] == pytest.approx(s.sort(descending=True).values, abs=1e-12)
-    error = drift.compare(exact, gram)
+    error = spectra.compare(exact, gram)
     assert error["nss"] < bound and error["rotation"] < 1e-9 and error["pm_overlap"] == 100
     assert error["rotation"] > 0  # two computations: it would be 0 if one route served for both
 
 
 def test_default_rank_and_what_is_undefined():
     square = torch.randn(300, 400, generator=generator())
-    assert drift.matrix_drift(square, [square])[0]["rank"] == 64
-    assert drift.matrix_drift(square[:3], [square[:3]])[0]["rank"] == 1
-    (found,) = drift.matrix_drift(square[:5], [square[:5] + 1], rank=9)
+    assert spectra.matrix_drift(square, [square])[0]["rank"] == 64
+    assert spectra.matrix_drift(square[:3], [square[:3]])[0]["rank"] == 1
+    (found,) = spectra.matrix_drift(square[:5], [square[:5] + 1], rank=9)
     assert found["rank"] == 5 and found["gap"] is None  # there is no s_6
-    (found,) = drift.matrix_drift(torch.zeros(4, 6), [square[:4, :6]])
+    (found,) = spectra.matrix_drift(torch.zeros(4, 6), [square[:4, :6]])
     assert found["nss"] is None and found["relative_change"] is None
 
 
@@ -171,9 +172,9 @@ def test_matrices_of_a_model(folders):
               "mlp.down")}
     assert len(list(Path(folders["llama sharded"]).glob("model-*.safetensors"))) > 3
     for kind in ("llama", "untied", "qwen3", "llama sharded"):
-        assert set(drift.read_weights(folders[kind])) == names
+        assert set(spectra.read_weights(folders[kind])) == names
     models = [folders["llama moved"], folders["llama sharded"], folders["llama"]]
-    records = drift.parameter_drift(folders["llama"], models)
+    records = spectra.parameter_drift(folders["llama"], models)
     assert len(records) == 3 * len(names)
     state = [load_file(Path(folders[k]) / "model.safetensors") for k in ("llama", "llama moved")]
     by_model = {m: {r["matrix"]: r for r in records if r["model"] == m} for m in models}
@@ -195,12 +196,12 @@ def test_matrices_of_a_model(folders):
 
 
 def test_gpt2_names(folders):
-    records = drift.parameter_drift(folders["gpt2"], [folders["gpt2 sharded"]])
+    records = spectra.parameter_drift(folders["gpt2"], [folders["gpt2 sharded"]])
     assert sorted(r["type"] for r in records) == sorted(
         2 * ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"])
     assert {r["matrix"] for r in records} >= {"h.0.attn.c_attn", "h.1.mlp.c_proj"}
-    assert drift.matrix_type("layers.3.mlp.experts.17.down_proj") == "down"
-    assert drift.matrix_type("layers.3.mlp.gate") == "mlp.gate"  # a router is no gate_proj
+    assert spectra.matrix_type("layers.3.mlp.experts.17.down_proj") == "down"
+    assert spectra.matrix_type("layers.3.mlp.gate") == "mlp.gate"  # a router is no gate_proj
 
 
 def test_what_does_not_match(folders, tmp_path, capsys):
@@ -227,7 +228,7 @@ def test_what_does_not_match(folders, tmp_path, capsys):
     bad["cut"] = str(tmp_path / "cut")
     for part, name in bad.items():
         with pytest.raises(SystemExit) as stop:
-            drift.parameter_drift(folders["llama"], [name])
+            spectra.parameter_drift(folders["llama"], [name])
         told = capsys.readouterr().err
         assert stop.value.code == 2 and told.count("\n") == 1 and name in told and part in told
 
@@ -357,14 +358,14 @@ def test_bias_of_the_excess_estimate(a, p0, paired):
 
 def test_spread():
     values = (torch.randn(400, generator=generator()) * 3 + 1).double().tolist()
-    found = drift.spread([*values, None])
+    found = spectra.spread([*values, None])
     assert found["n"] == 400 and found["mean"] == pytest.approx(statistics.fmean(values))
     assert [found["p10"], found["p90"]] == pytest.approx(np.quantile(values, [0.1, 0.9]).tolist())
     error = statistics.pstdev(values) / 20
     assert found["se"] == pytest.approx(error, rel=0.06)
     for end, sign in (("low", -1), ("high", 1)):
         assert found[end] - found["mean"] == pytest.approx(sign * 1.96 * error, rel=0.12)
-    assert drift.spread([None]) is None and drift.spread([2.0])["se"] == 0
+    assert spectra.spread([None]) is None and spectra.spread([2.0])["se"] == 0
 
 
 # ---- embeddings and data sets --------------------------------------------------------------------
@@ -453,7 +454,7 @@ def test_identical_models(folders, tmp_path):
 def test_what_the_script_writes(folders, tmp_path, monkeypatch):
     """Every number of the summary from the records; those of a prompt from the sampler and the
     trainer's own log-probabilities."""
-    monkeypatch.setattr(drift.parameter_drift, "__defaults__", (0, 0.05, 32, "cpu"))  # exact: k, v
+    monkeypatch.setattr(spectra.parameter_drift, "__defaults__", (0, 0.05, 32, "cpu"))  # k, v exact
     monkeypatch.setattr(data.TASKS["math"], "score",  # an untrained model has no right answer
                         lambda text, answer: (float(len(text) % 2), ""))
     result, records = run(folders, tmp_path, "llama", "llama moved", "llama")
