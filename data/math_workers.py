@@ -7,6 +7,7 @@ at exit; when the parent is killed, their input ends, and a comparison still run
 by SIGALRM. (PR_SET_PDEATHSIG would fire when the THREAD that started them ends.)
 """
 import atexit
+import collections
 import contextlib
 import importlib.util
 import json
@@ -31,7 +32,8 @@ RETIRE = MEMORY // 4  # .. and of memory taken once, after which it makes room f
 WORKERS = min(4, os.cpu_count() or 1)
 
 _lock = threading.Lock()
-_idle: queue.LifoQueue | None = None  # workers, or None for one not started yet
+# idle workers, None for one not started yet; and the turns of threads that wait for one
+_pool: tuple[list, collections.deque] | None = None
 _running: set[subprocess.Popen] = set()
 
 
@@ -41,15 +43,8 @@ def equal(gold: str, answer: str, limit: float | None = None) -> bool | None:
     Raises ImportError without math-verify and RuntimeError if no worker can be started: a broken
     installation must not look like wrong answers.
     """
-    global _idle
     limit = LIMIT if limit is None else limit
-    with _lock:
-        if _idle is None:
-            require_math_verify()
-            _idle = queue.LifoQueue()
-            for _ in range(WORKERS):
-                _idle.put(None)
-    idle, worker = _idle, _idle.get()  # waits while all are busy, each for at most its limit
+    pool, worker = _take()  # waits while all are busy, each for at most its limit
     try:
         for _ in range(2):  # one found dead is replaced; if two die in a row, it is of this answer
             if worker is None:
@@ -69,7 +64,25 @@ def equal(gold: str, answer: str, limit: float | None = None) -> bool | None:
                 return None
         return False
     finally:
-        idle.put(worker)
+        idle, waiting = pool
+        with _lock:
+            waiting.popleft().put(worker) if waiting else idle.append(worker)
+
+
+def _take() -> tuple[tuple, subprocess.Popen | None]:
+    """The pool and a worker of it. Threads are served in turn: from a queue, one that has just
+    given its worker back could take it again, and again, before another that waits."""
+    global _pool
+    with _lock:
+        if _pool is None:
+            require_math_verify()
+            _pool = [None] * WORKERS, collections.deque()
+        idle, waiting = pool = _pool
+        if idle:
+            return pool, idle.pop()
+        turn = queue.SimpleQueue()
+        waiting.append(turn)
+    return pool, turn.get()
 
 
 def _start() -> subprocess.Popen:
@@ -116,17 +129,17 @@ def _kill(worker: subprocess.Popen) -> None:
 @atexit.register
 def close() -> None:
     """Ends all workers; the next comparison starts new ones."""
-    global _idle
+    global _pool
     with _lock:
-        workers, _idle = list(_running), None
+        workers, _pool = list(_running), None
     for worker in workers:
         _kill(worker)
 
 
 def _forget() -> None:
     """In a forked child: it must not talk to its parent's workers, end them or hold their pipes."""
-    global _lock, _idle, _running
-    _lock, _idle, _running = threading.Lock(), None, set()
+    global _lock, _pool, _running
+    _lock, _pool, _running = threading.Lock(), None, set()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -376,3 +376,22 @@ def test_import_is_cheap():
                                text=True, check=True).stdout.split() for _ in range(3)),
                key=lambda words: float(words[0]))
     assert len(best) == 1 and float(best[0]) < 0.3
+
+
+def test_threads_are_served_in_turn(monkeypatch):
+    """With one worker nobody is served twice while another waits."""
+    math_workers.close()
+    monkeypatch.setattr(math_workers, "WORKERS", 1)
+    served = []
+
+    def ask(name):
+        for _ in range(4):
+            assert math_workers.equal("1/2", "0.5")
+            served.append(name)
+    threads = [threading.Thread(target=ask, args=name) for name in "ab"]
+    for thread in threads:  # the second comes while the first waits for the worker to start
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "".join(served) in ("abababab", "babababa")
+    math_workers.close()
